@@ -1,0 +1,52 @@
+"""twofour: 2:4 structured sparsity for PyTorch, from a dense checkpoint to a packed model.
+
+    import twofour
+    from transformers import AutoModelForCausalLM
+
+    twofour.prune_(model)                 # at most two of every four neighbouring weights stay
+    twofour.pack_(model)                  # stored in 9/16 of the bytes
+    twofour.save(model, "out")
+    AutoModelForCausalLM.from_pretrained("out")
+
+The names are loaded when they are first used: importing the package is cheap and touches no GPU. It also
+tells transformers, now or whenever that is imported, how to load packed checkpoints.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from twofour._transformers_hook import register_when_imported
+from twofour.errors import InputError, TwoFourError
+from twofour.version import __version__
+
+if TYPE_CHECKING:
+    from twofour.io.check import check as check
+    from twofour.io.load import load as load
+    from twofour.io.pack import pack_ as pack_
+    from twofour.io.save import save as save
+    from twofour.prune.model import prune_ as prune_
+
+_HOME = {
+    "check": "twofour.io.check",
+    "load": "twofour.io.load",
+    "pack_": "twofour.io.pack",
+    "prune_": "twofour.prune.model",
+    "save": "twofour.io.save",
+}
+
+__all__ = ["InputError", "TwoFourError", "__version__", "check", "load", "pack_", "prune_", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'twofour' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+register_when_imported()

@@ -1,0 +1,1 @@
+"""Checkpoints: reading and writing safetensors directories, our format, transformers' part of it."""

@@ -1,0 +1,82 @@
+"""What `config.json` says about a packed checkpoint, and how a reader without twofour is stopped.
+
+`quantization_config` carries `quant_method: "twofour"`, the format version, the pattern, the scheme, the
+packed modules with the shapes of their dense weights, and the steps that made the model.
+
+transformers only *warns* about a quant_method it does not know and then runs on random weights. Two things
+stop it, whichever version it is:
+
+* `transformers_weights`, where a config may name its weight file, holds a sentence instead. transformers
+  refuses it and prints it. Our quantizer removes it before the files are looked up.
+* A *stub*: one packed module also has an empty tensor under its old name, `{module}.weight`. Whatever loads
+  tensors by name stops at its shape. (`save_pretrained` drops the first, so this one must stand alone too.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twofour.errors import InputError
+from twofour.select import Layer
+from twofour.version import __version__
+
+METHOD = "twofour"
+FORMAT_VERSION = 1
+SENTENCE = "this is a packed 2:4 checkpoint; `pip install twofour`, and `import twofour` before loading it"
+
+
+def packed_config(config: dict[str, Any], layers: Iterable[Layer], made: list[str]) -> dict[str, Any]:
+    """A model's config.json with our part added."""
+    return {
+        **config,
+        "transformers_weights": SENTENCE,
+        "quantization_config": {
+            "quant_method": METHOD,
+            "format_version": FORMAT_VERSION,
+            "pattern": "2:4",
+            "scheme": None,
+            "modules": {layer.name: list(layer.shape) for layer in layers},
+            "made": made,
+            "twofour_version": __version__,
+        },
+    }
+
+
+def is_packed(config: dict[str, Any]) -> bool:
+    ours = config.get("quantization_config")
+    return isinstance(ours, dict) and ours.get("quant_method") == METHOD
+
+
+def packed_modules(quantization_config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The packed modules and their dense shapes, after refusing what this version cannot read."""
+    version = quantization_config.get("format_version")
+    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+        raise InputError(
+            f"the checkpoint has format version {version!r}, and twofour {__version__} reads up to "
+            f"{FORMAT_VERSION}.",
+            hint="Upgrade twofour.",
+        )
+    if quantization_config.get("pattern") != "2:4":
+        raise InputError(f"the pattern {quantization_config.get('pattern')!r} is not 2:4.")
+    if quantization_config.get("scheme") is not None:
+        raise InputError(
+            f"the scheme {quantization_config['scheme']!r} is not known to twofour {__version__}.",
+            hint="Upgrade twofour.",
+        )
+    modules = quantization_config.get("modules")
+    if not isinstance(modules, dict) or not all(_is_shape(shape) for shape in modules.values()):
+        raise InputError("quantization_config.modules must map module names to [out, in] or [O, C, R, S].")
+    return {name: tuple(shape) for name, shape in modules.items()}
+
+
+def stub(modules: Iterable[str]) -> dict[str, Tensor]:
+    """The empty tensor that stops a loader which does not know the format."""
+    return {f"{name}.weight": torch.empty(0) for name in sorted(modules)[:1]}
+
+
+def _is_shape(shape: object) -> bool:
+    return isinstance(shape, list | tuple) and len(shape) in (2, 4) and all(isinstance(s, int) for s in shape)

@@ -1,0 +1,169 @@
+"""transformers' part: `from_pretrained` and `save_pretrained` of packed checkpoints.
+
+Registered with transformers as the quantizer "twofour" (see `twofour/__init__.py` for when). It swaps the
+packed modules into the skeleton before the weights are loaded, checks the files against the config, and
+validates every packed tensor afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from twofour.errors import InputError
+from twofour.io.format import FORMAT_VERSION, METHOD, packed_modules, stub
+from twofour.io.structure import name_variants
+from twofour.io.writer import shard_metadata
+from twofour.nn.convert import packed_layers, swap_
+from twofour.packed import packed_shapes
+from twofour.select import Layer, as_layer
+from twofour.version import __version__
+
+
+@register_quantization_config(METHOD)
+class TwoFourConfig(QuantizationConfigMixin):
+    """`config.quantization_config` of a packed model."""
+
+    def __init__(
+        self,
+        modules: dict[str, Any] | None = None,
+        format_version: int = FORMAT_VERSION,
+        pattern: str = "2:4",
+        scheme: str | None = None,
+        made: list[str] | None = None,
+        twofour_version: str = __version__,
+        **_: Any,
+    ) -> None:
+        self.quant_method = METHOD
+        self.format_version = format_version
+        self.pattern = pattern
+        self.scheme = scheme
+        self.modules = modules or {}
+        self.made = made or []
+        self.twofour_version = twofour_version
+        packed_modules(self.to_dict())  # refuses what cannot be read, before anything is built
+
+
+@register_quantizer(METHOD)
+class TwoFourQuantizer(HfQuantizer):
+    quantization_config: TwoFourConfig
+    requires_calibration = True  # that is: it loads packed checkpoints, it does not make them
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        return _without_sentence(config)
+
+    def update_tp_plan(self, config: Any) -> Any:
+        # The same hook by its older name: the only ones that see the config before the files are looked up.
+        return _without_sentence(config)
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        layers = list(_layers_of(model, self.quantization_config.modules))
+        _require_tensors(model, layers, kwargs.get("checkpoint_files"))
+        with torch.device("meta"):
+            swap_(model, layers)
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        stubs = {
+            re.escape(name_variants(model, key)[-1]) + "$" for key in stub(self.quantization_config.modules)
+        }
+        # A set in newer transformers, a list in older ones.
+        model._keys_to_ignore_on_load_unexpected = type(ignored or set())([*ignored, *stubs])  # type: ignore
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for name, module in packed_layers(model).items():
+            if module.weight_values.device.type != "meta":  # "meta": offloaded, and not here to look at
+                module.validate(name)
+                module.settle()
+        return model
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        self.quantization_config = _config_of(model, self.quantization_config.made)
+        model.config.quantization_config = self.quantization_config  # type: ignore[union-attr]
+        state = dict(model.state_dict())
+        here = {k: v for k, v in state.items() if v.device.type != "meta"}
+        return {**state, **stub(packed_layers(model))}, shard_metadata(here)
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True  # adapters beside the frozen packed weights
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def mark_packed(model: Any) -> None:
+    """Make `save_pretrained` of a model that was packed in memory write the packed format."""
+    config = _config_of(model, made=["pack"])
+    model.config.quantization_config = config
+    model.hf_quantizer = TwoFourQuantizer(config, pre_quantized=True)
+    model.is_quantized = True
+    model.quantization_method = METHOD
+
+
+def _config_of(model: nn.Module, made: list[str]) -> TwoFourConfig:
+    shapes = {name: list(module.layer.shape) for name, module in packed_layers(model).items()}
+    return TwoFourConfig(modules=shapes, made=made)
+
+
+def _without_sentence(config: Any) -> Any:
+    if getattr(config, "transformers_weights", None) is not None:
+        config.transformers_weights = None
+    return config
+
+
+def _layers_of(model: nn.Module, modules: dict[str, Any]) -> Iterable[Layer]:
+    """The config's modules as layers of this model, which may be the body or the whole of the one saved."""
+    here = dict(model.named_modules())
+    prefix = getattr(model, "base_model_prefix", "")
+    is_body = not hasattr(model, prefix)
+    for name, shape in modules.items():
+        own = next((n for n in name_variants(model, name) if n in here), None)
+        if own is None:
+            if is_body and not name.startswith(prefix + "."):
+                continue  # part of a head, which this class does not have
+            raise InputError("the config lists this module, but the model has none of that name.", layer=name)
+        layer = as_layer(own, here[own])
+        if isinstance(layer, str):
+            raise InputError(f"the config lists this module, but it is {layer}.", layer=name)
+        if layer.shape != tuple(shape):
+            raise InputError(
+                f"quantization_config says {list(shape)} but the model's layer is {list(layer.shape)}.",
+                layer=name,
+                hint="Its config.json belongs to another model.",
+            )
+        yield layer
+
+
+def _require_tensors(model: nn.Module, layers: list[Layer], files: list[str] | None) -> None:
+    """Refuse a file that lacks a packed tensor: transformers would fill it at random and only warn."""
+    if not files:
+        return
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 (not a dict)
+                if key.endswith((".weight_values", ".weight_meta")):
+                    found[key] = tuple(opened.get_slice(key).get_shape())
+    for layer in layers:
+        for what, shape in zip(("values", "meta"), packed_shapes(layer.rows, layer.columns), strict=True):
+            key = f"{layer.name}.weight_{what}"
+            in_file = next((found[k] for k in name_variants(model, key) if k in found), None)
+            if in_file is None:
+                raise InputError(f"the checkpoint has no {key}.", layer=layer.name)
+            if in_file != shape:
+                raise InputError(
+                    f"weight_{what} in the file is {list(in_file)}, and the config asks for {list(shape)}.",
+                    layer=layer.name,
+                )

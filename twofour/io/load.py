@@ -1,0 +1,63 @@
+"""Load a packed checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from twofour.errors import InputError
+from twofour.io.checkpoint import Checkpoint
+from twofour.io.format import is_packed, packed_modules, stub
+from twofour.nn.convert import packed_layers, set_memory, swap_
+from twofour.nn.modules import Memory
+from twofour.select import as_layer
+
+
+def load(
+    directory: str | Path, model: nn.Module | None = None, *, memory: Memory = "auto", **from_pretrained: Any
+) -> nn.Module:
+    """The model of a packed checkpoint, ready to run.
+
+    Without `model`, what `config.json` describes, through transformers (further arguments go to its
+    `from_pretrained`: dtype, device_map). With `model`, that module: its layers are replaced by packed
+    ones and filled from the files.
+    """
+    checkpoint = Checkpoint(directory)
+    if not is_packed(checkpoint.config):
+        raise InputError(f"{directory} is not a packed twofour checkpoint.", hint="See twofour pack.")
+    modules = packed_modules(checkpoint.config["quantization_config"])
+    if model is None:
+        import transformers
+
+        name = (checkpoint.config.get("architectures") or ["AutoModel"])[0]
+        model = getattr(transformers, name, transformers.AutoModel).from_pretrained(
+            directory, **from_pretrained
+        )
+        assert model is not None
+        return set_memory(model, memory) if memory != "auto" else model
+    if from_pretrained:
+        raise InputError(
+            f"{sorted(from_pretrained)} go to from_pretrained, which is not called for a model given."
+        )
+    here = dict(model.named_modules())
+    layers = []
+    for name, shape in modules.items():
+        layer = as_layer(name, here[name]) if name in here else "not in the model given"
+        if isinstance(layer, str):
+            raise InputError(f"the checkpoint packs this module, but it is {layer}.", layer=name)
+        if layer.shape != shape:
+            raise InputError(
+                f"the checkpoint's shape is {list(shape)}, the model's {list(layer.shape)}.", layer=name
+            )
+        layers.append(layer)
+    tensors = {key: checkpoint.read(key) for key in checkpoint.tensors if key not in stub(modules)}
+    swap_(model, layers, memory)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise InputError(f"{directory} does not fit the model given: {error}") from error
+    for name, module in packed_layers(model).items():
+        module.validate(name)
+    return model

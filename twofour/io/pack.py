@@ -1,0 +1,109 @@
+"""Pack a model in memory, or a checkpoint on disk without ever building the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from twofour.errors import InputError
+from twofour.io.checkpoint import Checkpoint
+from twofour.io.format import is_packed, packed_config, stub
+from twofour.io.record import add_step, last_step, summary
+from twofour.io.stream import rewrite
+from twofour.io.structure import CheckpointLayers, checkpoint_layers
+from twofour.io.writer import CheckpointWriter
+from twofour.nn import Memory, convert_
+from twofour.packed import pack
+from twofour.progress import OnProgress, silent
+from twofour.select import require_layers, select
+
+
+def pack_(
+    model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = (), memory: Memory = "auto"
+) -> nn.Module:
+    """Replace every eligible layer, which must be 2:4, by one that holds it packed. In place.
+
+    >>> from twofour import prune_
+    >>> pack_(prune_(nn.Sequential(nn.Linear(64, 32))))
+    Sequential(
+      (0): SparseLinear(in_features=64, out_features=32, bias=True, memory=auto)
+    )
+
+    Either all of the layers are packed or, when one of them is not 2:4, none.
+    """
+    convert_(model, require_layers(select(model, include, exclude)).layers, memory)
+    if hasattr(model, "save_pretrained"):
+        from twofour.io.huggingface import mark_packed  # imports transformers
+
+        mark_packed(model)
+    return model
+
+
+def pack_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    on_progress: OnProgress = silent,
+) -> dict[str, Any]:
+    """Write a packed copy of a 2:4 checkpoint and return the record of the step.
+
+    Packed are the layers that `twofour prune` noted in the record or, for a model from elsewhere, all
+    eligible ones. One that is not 2:4 is an error that names it: nothing is silently left dense.
+    """
+    checkpoint = Checkpoint(source)
+    if is_packed(checkpoint.config):
+        raise InputError(f"{source} is packed already.")
+    layers = _layers_to_pack(checkpoint, include, exclude)
+    first_module = sorted(layer.name for layer in layers.by_tensor.values())[0]
+    step: dict[str, Any] = {}
+
+    def convert(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        layer = layers.by_tensor.get(name)
+        if layer is None:
+            return {name: tensor}, {}
+        packed = pack(layer.to_matrix(tensor), layer.name)
+        base = name.removesuffix(".weight")
+        new = {f"{base}.weight_values": packed.values, f"{base}.weight_meta": packed.meta}
+        if layer.name == first_module:
+            new.update(stub([base]))
+        return new, {
+            "layer": layer.name,
+            "shape": list(layer.shape),
+            "dense_bytes": tensor.nbytes,
+            "packed_bytes": packed.nbytes,
+        }
+
+    def finish(writer: CheckpointWriter, notes: dict[str, Any]) -> None:
+        done = {note.pop("layer"): note for note in notes.values()}
+        step.update(
+            verb="pack",
+            options={},
+            layers=done,
+            left={x.name: f"{x.type}: {x.reason}" for x in layers.left},
+            dense_bytes=sum(n["dense_bytes"] for n in done.values()),
+            packed_bytes=sum(n["packed_bytes"] for n in done.values()),
+        )
+        record = add_step(checkpoint.record, step)
+        config = packed_config(checkpoint.config, layers.by_tensor.values(), summary(record))
+        writer.finish(config, record, copy_from=checkpoint.directory)
+
+    options = {"layers": sorted(layers.by_tensor)}
+    rewrite(checkpoint, out, convert, options, finish, resume=resume, on_progress=on_progress)
+    return step
+
+
+def _layers_to_pack(
+    checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]
+) -> CheckpointLayers:
+    pruned = last_step(checkpoint.record, "prune")
+    if include or exclude or pruned is None:
+        return checkpoint_layers(checkpoint, include, exclude)
+    # Names, not patterns: brackets would otherwise be read as a pattern.
+    exact = [name.replace("[", "[[]") for name in pruned["layers"]]
+    return checkpoint_layers(checkpoint, exact)

@@ -1,0 +1,28 @@
+"""`twofour.json`: what each stage did to a model, in order, so that it can be explained and repeated."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+
+from twofour.version import __version__
+
+
+def add_step(record: dict[str, Any], step: dict[str, Any]) -> dict[str, Any]:
+    """The record with one more step, stamped with the versions and the time."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    stamp = {"twofour": __version__, "torch": torch.__version__, "date": now}
+    return {**record, "steps": [*record.get("steps", []), {**step, **stamp}]}
+
+
+def last_step(record: dict[str, Any], verb: str) -> dict[str, Any] | None:
+    return next((s for s in reversed(record.get("steps", [])) if s.get("verb") == verb), None)
+
+
+def summary(record: dict[str, Any]) -> list[str]:
+    """The steps in a few words each, for config.json."""
+    return [
+        " ".join([s["verb"], *(f"{k}={v}" for k, v in s.get("options", {}).items())]) for s in record["steps"]
+    ]

@@ -1,0 +1,99 @@
+"""Rewrite a checkpoint tensor by tensor: the common road of `prune` and `pack`.
+
+Memory holds one shard being written and one tensor being read, whatever the size of the checkpoint. The
+input's tensors are dealt into shards by their bytes alone, so a resumed run deals them the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from twofour.errors import InputError
+from twofour.io.checkpoint import Checkpoint
+from twofour.io.writer import CheckpointWriter, free_bytes
+from twofour.progress import OnProgress, silent
+from twofour.version import __version__
+
+#: Bytes of input that make one output shard; with the tensor in hand this is what memory holds.
+SHARD_BYTES = 512 << 20
+
+#: From a tensor's name and value to what is written in its place, and what to remember about it.
+Convert = Callable[[str, Tensor], tuple[dict[str, Tensor], dict[str, Any]]]
+
+
+def rewrite(
+    source: Checkpoint,
+    out: str | Path,
+    convert: Convert,
+    options: dict[str, Any],
+    finish: Callable[[CheckpointWriter, dict[str, Any]], None],
+    *,
+    resume: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    on_progress: OnProgress = silent,
+) -> None:
+    """Convert every tensor of `source` into a new checkpoint at `out`.
+
+    `finish` gets the writer and all notes once the shards are there, and publishes the result.
+    `options` tell one run from another: a partial result is taken over only if they are the same.
+    """
+    shards = deal(source, shard_bytes)
+    fingerprint = _fingerprint(source, {**options, "shard_bytes": shard_bytes})
+    done_bytes = 0
+    with CheckpointWriter(out, len(shards), fingerprint, resume=resume) as writer:
+        _require_space(source, writer)
+        for number, names in enumerate(shards, 1):
+            notes: dict[str, Any] = {}
+            new: dict[str, Tensor] = {}
+            for name in names:
+                if number not in writer.done:
+                    tensors, note = convert(name, source.read(name))
+                    new.update(tensors)
+                    if note:
+                        notes[name] = note
+                done_bytes += source.tensors[name].nbytes
+                on_progress(done_bytes, source.nbytes, name)
+            if number not in writer.done:
+                writer.write_shard(number, new, notes)
+        finish(writer, {k: v for n in sorted(writer.done) for k, v in writer.done[n]["notes"].items()})
+
+
+def deal(source: Checkpoint, shard_bytes: int) -> list[list[str]]:
+    """The names of the input's tensors in the order of the files, cut into shards of about equal bytes."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, info in sorted(source.tensors.items(), key=lambda item: (item[1].file, item[0])):
+        if shards[-1] and filled + info.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += info.nbytes
+    return shards
+
+
+def _fingerprint(source: Checkpoint, options: dict[str, Any]) -> str:
+    """Which source, options and program: what must be the same for a resumed run to give the same bytes."""
+    files = [
+        (f, (source.directory / f).stat().st_size, (source.directory / f).stat().st_mtime_ns)
+        for f in source.files
+    ]
+    known = [__version__, source.config, files, options]
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _require_space(source: Checkpoint, writer: CheckpointWriter) -> None:
+    """Say now what would otherwise be found out hours later. Packed, the least that can be is 9/16."""
+    least = int(source.nbytes * 9 / 16) - sum(note["bytes"] for note in writer.done.values())
+    free = free_bytes(writer.out)
+    if free < least:
+        raise InputError(
+            f"the disk is too full: {writer.out} needs {least / 1e9:.2f} GB or more, "
+            f"and {free / 1e9:.2f} GB are free.",
+            hint="Free some space or choose another place.",
+        )

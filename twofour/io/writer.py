@@ -1,0 +1,172 @@
+"""Write a checkpoint so that it is there whole or not at all.
+
+Everything goes into a hidden directory beside the target (`.NAME.partial`), shard by shard, each written
+under another name and renamed. The config comes last, and then the whole directory is renamed to its
+name: a run that is killed, or a disk that fills up, leaves no checkpoint that could be loaded. What the
+finished shards hold is noted in `progress.jsonl`, so that a later run can go on after them.
+
+Each shard's safetensors header carries the SHA-256 of its tensors under `twofour_sha256`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from twofour.errors import InputError, TwoFourError
+from twofour.io.checkpoint import CONFIG, INDEX, RECORD, WEIGHTS
+
+CHECKSUMS = "twofour_sha256"
+_PROGRESS = "progress.jsonl"
+
+
+def sha256(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes, as they lie in a safetensors file."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
+def shard_metadata(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """The header of a shard: `format` is for transformers, the checksums for `twofour check`."""
+    return {"format": "pt", CHECKSUMS: json.dumps({name: sha256(t) for name, t in tensors.items()})}
+
+
+class CheckpointWriter:
+    """Use as a context manager; nothing appears at `out` before `finish`."""
+
+    def __init__(self, out: str | Path, shards: int, fingerprint: str, *, resume: bool = False) -> None:
+        self.out = Path(out)
+        self.shards = shards
+        self.staging = self.out.absolute().parent / f".{self.out.absolute().name}.partial"
+        #: What earlier shards gave, by number: from this run or, resumed, from the one before.
+        self.done: dict[int, dict[str, Any]] = {}
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise InputError(f"{self.out} already exists.", hint="Choose another name or remove it first.")
+        with _readable_os_errors(self.out):
+            self.out.absolute().parent.mkdir(parents=True, exist_ok=True)
+            if self.staging.exists() and not (resume and self._take_over(fingerprint)):
+                shutil.rmtree(self.staging)
+                self.done = {}
+            if not self.staging.exists():
+                self.staging.mkdir()
+                self._note({"fingerprint": fingerprint})
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What is finished is kept for --resume when the work was merely cut short (Ctrl-C, a kill);
+        # after an error it would only fill the disk.
+        if kind is not None and issubclass(kind, Exception):
+            shutil.rmtree(self.staging, ignore_errors=True)
+
+    def write_shard(self, number: int, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        """Write shard `number` of `shards`, counted from 1. `notes` come back in `done`."""
+        name = self._name(number)
+        tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        with _readable_os_errors(self.out):
+            partial = self.staging / f"{name}.partial"
+            save_file(tensors, partial, metadata=shard_metadata(tensors))
+            partial.rename(self.staging / name)
+            size = sum(t.nbytes for t in tensors.values())
+            note = {"shard": number, "tensors": list(tensors), "bytes": size, "notes": notes}
+            self._note(note)
+            self.done[number] = note
+
+    def finish(self, config: dict[str, Any], record: dict[str, Any], copy_from: Path | None = None) -> None:
+        """Add the config and the small files of the source, then put the directory in its place."""
+        with _readable_os_errors(self.out):
+            for file in _small_files(copy_from) if copy_from else ():
+                shutil.copyfile(file, self.staging / file.name)
+            if self.shards > 1:
+                weight_map = {
+                    t: self._name(n) for n, note in sorted(self.done.items()) for t in note["tensors"]
+                }
+                size = sum(note["bytes"] for note in self.done.values())
+                write_json(self.staging / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+            write_json(self.staging / RECORD, record)
+            (self.staging / _PROGRESS).unlink()
+            write_json(self.staging / CONFIG, config)
+            publish(self.staging, self.out)
+
+    def _name(self, number: int) -> str:
+        return WEIGHTS if self.shards == 1 else f"model-{number:05d}-of-{self.shards:05d}.safetensors"
+
+    def _take_over(self, fingerprint: str) -> bool:
+        """Read what a run that was cut short has finished; False if it was another run's."""
+        try:
+            lines = (self.staging / _PROGRESS).read_text().splitlines()
+            notes = [json.loads(line) for line in lines if line.endswith("}")]
+        except (OSError, json.JSONDecodeError):
+            return False
+        if not notes or notes[0] != {"fingerprint": fingerprint}:
+            return False
+        self.done = {n["shard"]: n for n in notes[1:] if (self.staging / self._name(n["shard"])).exists()}
+        return True
+
+    def _note(self, note: dict[str, Any]) -> None:
+        with (self.staging / _PROGRESS).open("a") as file:
+            file.write(json.dumps(note) + "\n")
+
+
+def publish(staging: Path, out: Path) -> None:
+    """Rename a finished directory to its name."""
+    if out.exists():
+        out.rmdir()  # empty, or the writer would have refused; rename onto a directory fails on some systems
+    staging.rename(out)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _small_files(directory: Path) -> Iterator[Path]:
+    """Tokenizer, generation config, licence and the like: all that is not weights, config or hidden."""
+    for file in sorted(directory.iterdir()):
+        weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
+        ours = file.name in (CONFIG, RECORD) or file.name.endswith(".index.json")
+        if file.is_file() and not weights and not ours and not file.name.startswith("."):
+            yield file
+
+
+@contextlib.contextmanager
+def _readable_os_errors(out: Path) -> Iterator[None]:
+    """Full disks and unwritable places, in a sentence."""
+    try:
+        yield
+    except SafetensorError as error:
+        if "No space left" in str(error) or "os error 28" in str(error):
+            raise _disk_full(out) from error
+        raise TwoFourError(f"cannot write below {out}: {error}.") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _disk_full(out) from error
+        raise InputError(f"cannot write {out}: {error.strerror or error}.") from error
+
+
+def _disk_full(out: Path) -> InputError:
+    return InputError(
+        f"the disk is full: {out} could not be written and nothing of it was left.",
+        hint="Free some space or choose another place.",
+    )
+
+
+def free_bytes(path: Path) -> int:
+    """Free space where `path` will be made."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    stat = os.statvfs(existing)
+    return stat.f_bavail * stat.f_frsize

@@ -1,0 +1,15 @@
+"""Modules that hold packed weights as plain tensors, and the calls that put them into a model."""
+
+from twofour.nn.convert import convert_, packed_layers, set_memory, swap_
+from twofour.nn.modules import Memory, PackedModule, SparseConv2d, SparseLinear
+
+__all__ = [
+    "Memory",
+    "PackedModule",
+    "SparseConv2d",
+    "SparseLinear",
+    "convert_",
+    "packed_layers",
+    "set_memory",
+    "swap_",
+]

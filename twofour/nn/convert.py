@@ -1,0 +1,50 @@
+"""Put packed modules into a model: `convert_` if it is 2:4 already, `swap_` for a skeleton to load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from twofour.nn.modules import Memory, PackedModule, SparseConv2d, SparseLinear
+from twofour.select import Layer
+
+
+def convert_(model: nn.Module, layers: Iterable[Layer], memory: Memory = "auto") -> None:
+    """Replace layers by packed ones with the same weights: all of them or, when one is not 2:4, none."""
+    new: dict[str, PackedModule] = {}
+    for layer in layers:
+        module = model.get_submodule(layer.name)
+        if isinstance(module, nn.Conv2d):
+            new[layer.name] = SparseConv2d.from_dense(module, layer.name, memory)
+        else:
+            new[layer.name] = SparseLinear.from_dense(module, layer.name, memory)
+    for name, packed in new.items():
+        model.set_submodule(name, packed)
+
+
+def swap_(model: nn.Module, layers: Iterable[Layer], memory: Memory = "auto") -> None:
+    """Replace layers by empty packed ones of the same geometry, dtype and device, to load tensors into."""
+    for layer in layers:
+        module = model.get_submodule(layer.name)
+        weight = model.get_parameter(f"{layer.name}.weight")
+        options = {"memory": memory, "device": weight.device, "dtype": weight.dtype}
+        new: PackedModule
+        if isinstance(module, nn.Conv2d):
+            new = SparseConv2d(module, layer.name, **options)
+        else:
+            out, features = layer.shape
+            new = SparseLinear(features, out, module.bias is not None, name=layer.name, **options)
+        model.set_submodule(layer.name, new.train(module.training))
+
+
+def packed_layers(model: nn.Module) -> dict[str, PackedModule]:
+    """The packed modules of a model by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
+
+
+def set_memory(model: nn.Module, memory: Memory) -> nn.Module:
+    """Choose for every packed layer between keeping a dense copy ("fast") and not ("small")."""
+    for module in packed_layers(model).values():
+        module.set_memory(memory)
+    return model

@@ -1,0 +1,233 @@
+"""SparseLinear and SparseConv2d: drop-in layers whose weight is packed.
+
+They hold nothing but plain tensors (`weight_values`, `weight_meta`, perhaps `weight_scale`, `bias`), so
+`.to()`, `deepcopy`, `state_dict`, safetensors, FSDP, `torch.compile` and `torch.export` work as for any
+module. The packed tensors are frozen parameters rather than buffers because offloading and sharding
+tools move parameters only.
+
+How much memory a layer may use is its `memory`:
+
+    "small"  the weight stays packed and is unpacked in every call: 9/16 of the dense bytes
+    "fast"   the dense weight is unpacked once and kept beside the packed one (never in the state dict)
+    "auto"   "fast" on a CPU with memory to spare, where no sparse instruction exists; "small" elsewhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from twofour import kernels, ops
+from twofour.errors import InputError
+from twofour.packed import Packed24, pack, packed_shapes, unpack, validate
+from twofour.select import Layer
+
+Memory = Literal["auto", "fast", "small"]
+
+__all__ = [
+    "Memory",
+    "PackedModule",
+    "SparseConv2d",
+    "SparseLinear",
+    "kernels",
+]  # kernels: for its registrations
+
+
+class PackedModule(nn.Module):
+    """What SparseLinear and SparseConv2d share: the packed tensors and the choice of memory."""
+
+    weight_values: nn.Parameter
+    weight_meta: nn.Parameter
+    weight_scale: nn.Parameter | None
+    bias: nn.Parameter | None
+    dense_weight: Tensor | None
+
+    def __init__(
+        self,
+        layer: Layer,
+        bias: bool,
+        *,
+        memory: Memory = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        values, meta = packed_shapes(layer.rows, layer.columns)
+        self.weight_values = _frozen(torch.zeros(values, device=device, dtype=dtype))
+        # 0x44: every group names its positions 0 and 1, so a new layer is a legal matrix of zeros.
+        nibbles = torch.full(meta, 0x44, device=device, dtype=torch.uint8)
+        if -(-layer.columns // 4) % 2:
+            nibbles[:, -1] = 0x04
+        self.weight_meta = _frozen(nibbles)
+        self.weight_scale = None
+        self.bias = nn.Parameter(torch.zeros(layer.rows, device=device, dtype=dtype)) if bias else None
+        self.register_buffer("dense_weight", None, persistent=False)
+        self.memory: Memory = memory
+
+    @property
+    def packed(self) -> Packed24:
+        return Packed24(self.weight_values, self.weight_meta, self.layer.columns, self.weight_scale)
+
+    def unpacked(self) -> Tensor:
+        """The dense weight in the layout of the module that this one replaced."""
+        values, meta = self.weight_values.detach(), self.weight_meta
+        return self.layer.from_matrix(unpack(values, meta, self.layer.columns, self.weight_scale))
+
+    def validate(self, name: str | None = None) -> None:
+        """Refuse damaged packed tensors, by name."""
+        name = name or self.layer.name
+        validate(self.weight_values, self.weight_meta, self.layer.columns, self.weight_scale, name)
+
+    def set_memory(self, memory: Memory) -> None:
+        if memory not in ("auto", "fast", "small"):
+            raise InputError(f"memory must be auto, fast or small, not {memory!r}.")
+        self.memory = memory
+        self.settle()
+
+    def settle(self) -> None:
+        """Keep or drop the dense weight as `memory` says, for the device that the tensors are on now."""
+        self.dense_weight = None
+        device = self.weight_values.device
+        if device.type == "meta":
+            return
+        if self.memory == "fast" or (
+            self.memory == "auto" and device.type == "cpu" and self._memory_to_spare()
+        ):
+            self.dense_weight = self.unpacked()
+
+    def _memory_to_spare(self) -> bool:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        dense_bytes = self.layer.rows * self.layer.columns * self.weight_values.element_size()
+        return memory.available - dense_bytes > max(memory.total // 4, 1 << 30)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
+        # The kept dense weight is derived: made again rather than moved, or it would follow to a GPU.
+        self.dense_weight = None
+        super()._apply(fn, recurse)
+        self.settle()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.settle()
+
+    def _set_packed(self, packed: Packed24, bias: Tensor | None) -> None:
+        self.weight_values = _frozen(packed.values)
+        self.weight_meta = _frozen(packed.meta)
+        self.weight_scale = None if packed.scale is None else _frozen(packed.scale)
+        if bias is not None:
+            self.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        self.settle()
+
+    def _input(self, x: Tensor) -> Tensor:
+        """x in the dtype to compute in: the layer's own, or autocast's where that is on."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            return x.to(torch.get_autocast_dtype(device))
+        own = self.weight_values if self.weight_scale is None else self.weight_scale
+        if x.dtype != own.dtype:
+            raise InputError(
+                f"the input is {x.dtype} but the layer is {own.dtype}.",
+                layer=self.layer.name,
+                hint="Convert one of them with .to(dtype).",
+            )
+        return x
+
+
+class SparseLinear(PackedModule):
+    """`nn.Linear` with a packed 2:4 weight.
+
+    >>> dense = nn.Linear(64, 32)
+    >>> prune_(dense)                                # doctest: +SKIP
+    >>> sparse = SparseLinear.from_dense(dense)      # doctest: +SKIP
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any) -> None:
+        layer = Layer(options.pop("name", "SparseLinear"), "linear", (out_features, in_features))
+        super().__init__(layer, bias, **options)
+        self.in_features = in_features
+        self.out_features = out_features
+
+    @classmethod
+    def from_dense(
+        cls, module: nn.Module, name: str = "SparseLinear", memory: Memory = "auto"
+    ) -> SparseLinear:
+        """Pack an `nn.Linear` or a transformers `Conv1D`, which must already be 2:4."""
+        kind: Any = "linear" if isinstance(module, nn.Linear) else "conv1d"
+        weight, bias = module.weight, module.bias
+        assert isinstance(weight, Tensor)
+        matrix = weight.detach() if kind == "linear" else weight.detach().t()
+        new = cls(matrix.shape[1], matrix.shape[0], bias is not None, name=name, memory=memory, device="meta")
+        new._set_packed(pack(matrix, name), bias if isinstance(bias, Tensor) else None)
+        return new.train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dense_weight is not None:
+            return F.linear(x, self.dense_weight, self.bias)
+        return ops.linear(
+            self._input(x),
+            self.weight_values,
+            self.weight_meta,
+            self.weight_scale,
+            self.bias,
+            self.in_features,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, memory={self.memory}"
+        )
+
+
+class SparseConv2d(PackedModule):
+    """`nn.Conv2d` (ungrouped) with a packed 2:4 weight whose groups run along the input channels."""
+
+    def __init__(self, module: nn.Conv2d, name: str = "SparseConv2d", **options: Any) -> None:
+        """A convolution with the geometry of `module`; see `from_dense` for its weight too."""
+        super().__init__(
+            Layer(name, "conv2d", tuple(module.weight.shape)), module.bias is not None, **options
+        )
+        self.stride, self.dilation = module.stride, module.dilation
+        self.padding, self.padding_mode = module.padding, module.padding_mode
+        self.padding_of_input = module._reversed_padding_repeated_twice
+
+    @classmethod
+    def from_dense(
+        cls, module: nn.Conv2d, name: str = "SparseConv2d", memory: Memory = "auto"
+    ) -> SparseConv2d:
+        """Pack an `nn.Conv2d`, which must already be 2:4 along its input channels."""
+        new = cls(module, name, memory=memory, device="meta")
+        new._set_packed(pack(new.layer.to_matrix(module.weight.detach()), name), module.bias)
+        return new.train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.dense_weight
+        if weight is None:
+            x = self._input(x)
+            packed = (self.weight_values, self.weight_meta, self.weight_scale)
+            weight = self.layer.from_matrix(ops.unpack(*packed, self.layer.columns, x.dtype))
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x = F.pad(x, self.padding_of_input, mode=self.padding_mode)
+            padding = (0, 0)
+        bias = self.bias if self.bias is None or self.dense_weight is not None else self.bias.to(x.dtype)
+        return F.conv2d(x, weight, bias, self.stride, padding, self.dilation)
+
+    def extra_repr(self) -> str:
+        out, channels, *kernel = self.layer.shape
+        return (
+            f"{channels}, {out}, kernel_size={tuple(kernel)}, stride={self.stride}, padding={self.padding}, "
+            f"bias={self.bias is not None}, memory={self.memory}"
+        )
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

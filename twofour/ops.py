@@ -1,0 +1,78 @@
+"""The operators that PyTorch knows: schemas, shapes for tracing, and gradients.
+
+    twofour::linear(x, values, meta, scale?, bias?, columns)         x·Wᵀ + bias with W packed
+    twofour::linear_input_grad(grad, values, meta, scale?, columns)  grad·W, its gradient for x
+    twofour::unpack(values, meta, scale?, columns, dtype?)           W
+
+They take the plain tensors of the packed form (see packed.py), so `torch.compile` and `torch.export` need
+to know nothing of us. The kernels are in `twofour/kernels/` and register themselves.
+Packed weights are frozen: there is a gradient for x and for the bias, none for the values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twofour.errors import TwoFourError
+
+library = torch.library.Library("twofour", "DEF")
+library.define(
+    "linear(Tensor x, Tensor values, Tensor meta, Tensor? scale, Tensor? bias, int columns) -> Tensor"
+)
+library.define(
+    "linear_input_grad(Tensor grad, Tensor values, Tensor meta, Tensor? scale, int columns) -> Tensor"
+)
+library.define(
+    "unpack(Tensor values, Tensor meta, Tensor? scale, int columns, ScalarType? dtype=None) -> Tensor"
+)
+
+linear = torch.ops.twofour.linear.default
+linear_input_grad = torch.ops.twofour.linear_input_grad.default
+unpack = torch.ops.twofour.unpack.default
+
+
+@torch.library.register_fake("twofour::linear", lib=library)
+def _(
+    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor | None, bias: Tensor | None, columns: int
+) -> Tensor:
+    torch._check(x.shape[-1] == columns, lambda: f"x has {x.shape[-1]} features, the layer takes {columns}")
+    return x.new_empty(*x.shape[:-1], values.shape[0])
+
+
+@torch.library.register_fake("twofour::linear_input_grad", lib=library)
+def _(grad: Tensor, values: Tensor, meta: Tensor, scale: Tensor | None, columns: int) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], columns)
+
+
+@torch.library.register_fake("twofour::unpack", lib=library)
+def _(
+    values: Tensor, meta: Tensor, scale: Tensor | None, columns: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    stored = values.dtype if scale is None else scale.dtype
+    return values.new_empty(*values.shape[:-1], columns, dtype=dtype or stored)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, values, meta, scale, bias, columns = inputs
+    ctx.save_for_backward(values, meta, scale)
+    ctx.columns = columns
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    needs_x, needs_values, *_, needs_bias, _ = ctx.needs_input_grad
+    if needs_values:
+        raise TwoFourError(
+            "packed weights are frozen and have no gradient.",
+            hint="Train the pruned model before packing it, or train adapters beside it.",
+        )
+    values, meta, scale = ctx.saved_tensors
+    grad_x = linear_input_grad(grad, values, meta, scale, ctx.columns) if needs_x else None
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype) if needs_bias else None
+    return grad_x, None, None, None, grad_bias, None
+
+
+torch.library.register_autograd("twofour::linear", _backward, setup_context=_save_for_backward, lib=library)

@@ -1,0 +1,242 @@
+"""The packed form of a 2:4 matrix: the kept values, and 2 bits for the position of each.
+
+For a weight of n rows and k columns (k padded with zeros to a multiple of 4 first):
+
+    values  [n, k/2]          the two kept weights of every group of 4, in column order
+    meta    uint8 [n, ⌈k/8⌉]  group g is the low nibble of byte g/2 when g is even, the high one when odd;
+                              nibble = i0 | i1<<2 with i0 < i1 the kept positions: one of 4 8 C 9 D E
+    scale   [n, 1] or [n, k/group], only where the values are quantized
+
+A group with fewer than two nonzeros still names two positions and stores the zero. With an odd number
+of groups the last high nibble belongs to no group and is 0. Leading dimensions (experts) are allowed.
+The layout is row-major and belongs to no backend: a backend repacks for itself after loading.
+
+-0.0 is zero: one that is not in a kept slot comes back as +0.0. All other values survive bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twofour.errors import InputError
+from twofour.pattern import check_pattern
+
+#: What `values` may be stored in, with the integer type of the same width that we move bits with.
+BITS = {
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.int8: torch.int8,
+    torch.float8_e4m3fn: torch.int8,
+}
+
+#: Exponent bits of each float type: all set means NaN or infinity (e4m3fn has only NaN, all 7 bits).
+_NONFINITE = {
+    torch.float32: 0x7F800000,
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float8_e4m3fn: 0x7F,
+}
+
+#: Elements worked on at a time, so that the temporaries stay in the cache and small beside the matrix.
+_CHUNK = 1 << 19
+
+
+@dataclass(frozen=True)
+class Packed24:
+    """A packed matrix. `columns` is the width before padding to a multiple of 4."""
+
+    values: Tensor
+    meta: Tensor
+    columns: int
+    scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix that `unpack` gives back."""
+        return (*self.values.shape[:-1], self.columns)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.values, self.meta, self.scale) if t is not None)
+
+    def unpack(self, dtype: torch.dtype | None = None) -> Tensor:
+        return unpack(self.values, self.meta, self.columns, self.scale, dtype)
+
+    def padded(self, rows: int, columns: int) -> Packed24:
+        """The same matrix grown to [rows, columns] with zeros, for a backend that needs such a shape.
+
+        Multiplying a zero-padded input and cutting the output back gives the same numbers and gradients.
+        """
+        (_, kept), (_, meta_bytes) = packed_shapes(rows, columns)
+        more_rows = rows - self.values.shape[-2]
+        if more_rows < 0 or columns < self.columns:
+            raise InputError(f"cannot pad {list(self.shape)} to the smaller [{rows}, {columns}].")
+        grow = (0, kept - self.values.shape[-1], 0, more_rows)
+        bits = self.values.view(BITS[self.values.dtype])
+        values = torch.nn.functional.pad(bits, grow).view(self.values.dtype)
+        # New groups name the positions 0 and 1 (nibble 4), as an empty group always does.
+        nibbles = _nibbles(self.meta)[..., : self.values.shape[-1] // 2]
+        grow = (0, kept // 2 - nibbles.shape[-1], 0, more_rows)
+        nibbles = torch.nn.functional.pad(nibbles, grow, value=4)
+        nibbles = torch.nn.functional.pad(nibbles, (0, 2 * meta_bytes - nibbles.shape[-1]))
+        meta = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+        scale = self.scale
+        if scale is not None:
+            group = self.columns if scale.shape[-1] == 1 else -(-self.columns // scale.shape[-1])
+            width = 1 if scale.shape[-1] == 1 else -(-columns // group)
+            scale = torch.nn.functional.pad(scale, (0, width - scale.shape[-1], 0, more_rows), value=1)
+        return Packed24(values, meta, columns, scale)
+
+    def validate(self, layer: str | None = None) -> None:
+        validate(self.values, self.meta, self.columns, self.scale, layer)
+
+
+def packed_shapes(rows: int, columns: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of `values` and `meta` for an unpacked [rows, columns].
+
+    >>> packed_shapes(64, 172)
+    ((64, 86), (64, 22))
+    """
+    groups = -(-columns // 4)
+    return (rows, groups * 2), (rows, -(-groups // 2))
+
+
+def pack(weight: Tensor, layer: str | None = None) -> Packed24:
+    """Pack a 2:4 matrix [..., n, k]. Anything that is not 2:4, or not finite, is an error; nothing is lost.
+
+    >>> pack(torch.tensor([[0., 1., 0., 2.]])).values
+    tensor([[1., 2.]])
+    """
+    bits = BITS.get(weight.dtype)
+    if bits is None:
+        names = ", ".join(str(d).removeprefix("torch.") for d in BITS)
+        raise InputError(f"cannot pack {weight.dtype}: the packed form holds {names}.", layer=layer)
+    if weight.dim() < 2:
+        raise InputError(f"cannot pack a tensor of shape {tuple(weight.shape)}: need a matrix.", layer=layer)
+    *lead, rows, columns = weight.shape
+    (_, kept), (_, meta_bytes) = packed_shapes(rows, columns)
+    flat = weight.detach().reshape(-1, columns)
+    values = torch.empty(flat.shape[0], kept, dtype=bits, device=weight.device)
+    meta = torch.empty(flat.shape[0], meta_bytes, dtype=torch.uint8, device=weight.device)
+    step = max(1, _CHUNK // max(columns, 1))
+    for start in range(0, flat.shape[0], step):
+        rows_now = slice(start, start + step)
+        _pack_rows(flat[rows_now], values[rows_now], meta[rows_now], start, layer)
+    return Packed24(
+        values.view(weight.dtype).reshape(*lead, rows, kept), meta.reshape(*lead, rows, meta_bytes), columns
+    )
+
+
+def _pack_rows(weight: Tensor, values: Tensor, meta: Tensor, first_row: int, layer: str | None) -> None:
+    """Pack some rows into `values` (as integers) and `meta`, both given."""
+    columns = weight.shape[-1]
+    raw = weight.contiguous().view(BITS[weight.dtype])
+    magnitude = raw
+    if weight.is_floating_point():
+        magnitude = raw & torch.iinfo(raw.dtype).max  # without the sign, so that -0.0 is zero
+        limit = _NONFINITE[weight.dtype]
+        if magnitude.numel() and int(magnitude.max()) >= limit:
+            row = first_row + int((magnitude >= limit).any(-1).int().argmax())
+            raise InputError(
+                f"row {row} holds NaN or infinity, which cannot be packed.",
+                layer=layer,
+                hint="Repair the checkpoint or leave this layer out with --exclude.",
+            )
+    if columns % 4:
+        raw = torch.nn.functional.pad(raw, (0, -columns % 4))
+        magnitude = torch.nn.functional.pad(magnitude, (0, -columns % 4))
+    nonzero = (magnitude != 0).view(torch.uint8).reshape(raw.shape[0], -1, 4)
+    b0, b1, b2, b3 = nonzero.unbind(-1)
+    if nonzero.numel() and int((b0 + b1 + b2 + b3).max()) > 2:
+        first = check_pattern(weight).first
+        assert first is not None
+        raise InputError(
+            f"row {first_row + first.row}, group {first.group} (columns {4 * first.group} to "
+            f"{4 * first.group + len(first.values) - 1}) keeps {first.kept} of 4 weights, "
+            f"{list(first.values)}, and 2:4 allows 2.",
+            layer=layer,
+            hint="Prune it first, or leave this layer out with --exclude.",
+        )
+    # The higher position is the last nonzero (at least 1), the lower one the first nonzero before it.
+    # For two nonzeros that is exactly them; with fewer, the other slot stores a zero of the group.
+    b2_or_3 = b2 | b3
+    high = 1 + b2_or_3 + b3
+    low = (1 - b0) * (b1 * b2_or_3 + 2 * (1 - b1) * (b2 & b3))
+    w0, w1, w2, w3 = raw.reshape(raw.shape[0], -1, 4).unbind(-1)
+    values[:, 0::2] = torch.where(low == 0, w0, torch.where(low == 1, w1, w2))
+    values[:, 1::2] = torch.where(high == 1, w1, torch.where(high == 2, w2, w3))
+    nibbles = low | (high << 2)
+    meta.copy_(nibbles[:, 0::2])
+    odd = nibbles[:, 1::2]
+    meta[:, : odd.shape[1]] |= odd << 4
+
+
+def unpack(
+    values: Tensor,
+    meta: Tensor,
+    columns: int,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The dense matrix [..., n, columns] again, in `dtype` (default: that of the values, or of the scale)."""
+    *lead, rows, kept = values.shape
+    groups = kept // 2
+    v0, v1 = values.view(BITS[values.dtype]).reshape(*lead, rows, groups, 2).unbind(-1)
+    positions = _nibbles(meta)[..., :groups]
+    low, high = positions & 3, positions >> 2
+    dense = torch.stack([v0 * (low == p) + v1 * (high == p) for p in range(4)], dim=-1)
+    dense = dense.reshape(*lead, rows, groups * 4)[..., :columns].contiguous().view(values.dtype)
+    if scale is None:
+        return dense if dtype is None else dense.to(dtype)
+    per_column = scale.repeat_interleave(-(-columns // scale.shape[-1]), dim=-1)[..., :columns]
+    return (dense.to(scale.dtype) * per_column).to(dtype or scale.dtype)
+
+
+def _nibbles(meta: Tensor) -> Tensor:
+    """[..., bytes] as [..., 2·bytes], low nibble first."""
+    return torch.stack([meta & 15, meta >> 4], dim=-1).flatten(-2)
+
+
+def validate(
+    values: Tensor, meta: Tensor, columns: int, scale: Tensor | None = None, layer: str | None = None
+) -> None:
+    """Refuse a packed matrix that is damaged: shapes that disagree, positions that no packer writes."""
+    rows = values.shape[-2] if values.dim() >= 2 else -1
+    want_values, want_meta = packed_shapes(rows, columns)
+    for what, tensor, want in (("values", values, want_values), ("meta", meta, want_meta)):
+        if tensor.dim() < 2 or tuple(tensor.shape[-2:]) != want or tensor.shape[:-2] != values.shape[:-2]:
+            raise InputError(
+                f"weight_{what} has shape {list(tensor.shape)}, but {columns} columns need {list(want)}.",
+                layer=layer,
+            )
+    if values.dtype not in BITS:
+        raise InputError(f"weight_values cannot be {values.dtype}.", layer=layer)
+    if meta.dtype != torch.uint8:
+        raise InputError(f"weight_meta must be uint8, not {meta.dtype}.", layer=layer)
+    groups = want_values[1] // 2
+    nibbles = _nibbles(meta)
+    bad = ((nibbles & 3) >= (nibbles >> 2))[..., :groups].reshape(-1, groups)
+    if bool(bad.any()):
+        row, group = divmod(int(bad.reshape(-1).int().argmax()), groups)
+        nibble = int(nibbles.reshape(bad.shape[0], -1)[row, group])
+        raise InputError(
+            f"row {row}, group {group}: the position nibble is {nibble:X}, "
+            "and only 4, 8, C, 9, D and E exist. The file is damaged.",
+            layer=layer,
+        )
+    if groups % 2 and bool(nibbles[..., groups].any()):
+        row = int(nibbles[..., groups].reshape(-1).bool().int().argmax())
+        raise InputError(f"row {row}: the unused last nibble is not 0. The file is damaged.", layer=layer)
+    if values.is_floating_point():
+        magnitude = values.view(BITS[values.dtype]) & torch.iinfo(BITS[values.dtype]).max
+        if magnitude.numel() and int(magnitude.max()) >= _NONFINITE[values.dtype]:
+            raise InputError("weight_values holds NaN or infinity.", layer=layer)
+    if scale is not None and (scale.dim() < 2 or scale.shape[-2] != rows or not bool(scale.isfinite().all())):
+        raise InputError(
+            f"weight_scale has shape {list(scale.shape)} or is not finite; {rows} rows need one each.",
+            layer=layer,
+        )
