@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from twofour.errors import InputError
-from twofour.select import Layer
 from twofour.version import __version__
 
 METHOD = "twofour"
@@ -29,8 +28,10 @@ FORMAT_VERSION = 1
 SENTENCE = "this is a packed 2:4 checkpoint; `pip install twofour`, and `import twofour` before loading it"
 
 
-def packed_config(config: dict[str, Any], layers: Iterable[Layer], made: list[str]) -> dict[str, Any]:
-    """A model's config.json with our part added."""
+def packed_config(
+    config: dict[str, Any], modules: dict[str, tuple[int, ...]], made: list[str]
+) -> dict[str, Any]:
+    """A model's config.json with our part added. Modules are named as their tensors are in the files."""
     return {
         **config,
         "transformers_weights": SENTENCE,
@@ -39,7 +40,7 @@ def packed_config(config: dict[str, Any], layers: Iterable[Layer], made: list[st
             "format_version": FORMAT_VERSION,
             "pattern": "2:4",
             "scheme": None,
-            "modules": {layer.name: list(layer.shape) for layer in layers},
+            "modules": {name: list(shape) for name, shape in modules.items()},
             "made": made,
             "twofour_version": __version__,
         },

@@ -61,3 +61,29 @@ def load(
     for name, module in packed_layers(model).items():
         module.validate(name)
     return model
+
+
+def load_causal_lm(directory: str | Path) -> tuple[Any, Any]:
+    """A causal language model, packed or dense, and its tokenizer, to evaluate or generate with.
+
+    On a GPU in the dtype of the checkpoint; on a CPU in float32, where 16 bit is slower and no more exact.
+    """
+    import torch
+    import transformers
+
+    checkpoint = Checkpoint(directory)  # its errors are clearer than transformers'
+    if is_packed(checkpoint.config):
+        packed_modules(checkpoint.config["quantization_config"])
+    on_gpu = torch.cuda.is_available()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype="auto" if on_gpu else torch.float32, device_map="cuda" if on_gpu else "cpu"
+        )
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise InputError(
+            f"transformers cannot load {directory} as a causal language model: {error}"
+        ) from error
+    return model.eval(), tokenizer

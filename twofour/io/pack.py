@@ -59,8 +59,9 @@ def pack_checkpoint(
     checkpoint = Checkpoint(source)
     if is_packed(checkpoint.config):
         raise InputError(f"{source} is packed already.")
-    layers = _layers_to_pack(checkpoint, include, exclude)
-    first_module = sorted(layer.name for layer in layers.by_tensor.values())[0]
+    layers = layers_to_pack(checkpoint, include, exclude)
+    modules = {key.removesuffix(".weight"): layer.shape for key, layer in layers.by_tensor.items()}
+    stubs = stub(modules)
     step: dict[str, Any] = {}
 
     def convert(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -70,8 +71,8 @@ def pack_checkpoint(
         packed = pack(layer.to_matrix(tensor), layer.name)
         base = name.removesuffix(".weight")
         new = {f"{base}.weight_values": packed.values, f"{base}.weight_meta": packed.meta}
-        if layer.name == first_module:
-            new.update(stub([base]))
+        if name in stubs:
+            new[name] = stubs[name]
         return new, {
             "layer": layer.name,
             "shape": list(layer.shape),
@@ -90,7 +91,7 @@ def pack_checkpoint(
             packed_bytes=sum(n["packed_bytes"] for n in done.values()),
         )
         record = add_step(checkpoint.record, step)
-        config = packed_config(checkpoint.config, layers.by_tensor.values(), summary(record))
+        config = packed_config(checkpoint.config, modules, summary(record))
         writer.finish(config, record, copy_from=checkpoint.directory)
 
     options = {"layers": sorted(layers.by_tensor)}
@@ -98,7 +99,7 @@ def pack_checkpoint(
     return step
 
 
-def _layers_to_pack(
+def layers_to_pack(
     checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]
 ) -> CheckpointLayers:
     pruned = last_step(checkpoint.record, "prune")

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from twofour.errors import InputError
-from twofour.io.checkpoint import CONFIG, read_json
+from twofour.io.checkpoint import CONFIG, RECORD, read_json
 from twofour.io.format import SENTENCE, packed_config, stub
 from twofour.io.record import add_step
 from twofour.io.writer import CheckpointWriter, publish, write_json
@@ -26,12 +26,16 @@ def save(model: nn.Module, out: str | Path) -> None:
         raise InputError("the model has no packed layer.", hint="Call twofour.pack_(model) first.")
     for name, module in packed.items():
         module.validate(name)
-    layers = [module.layer for module in packed.values()]
-    step = {"verb": "pack", "options": {}, "layers": {x.name: {"shape": list(x.shape)} for x in layers}}
+    shapes = {name: module.layer.shape for name, module in packed.items()}
+    step = {
+        "verb": "pack",
+        "options": {},
+        "layers": {name: {"shape": list(shape)} for name, shape in shapes.items()},
+    }
     if not hasattr(model, "save_pretrained"):
         with CheckpointWriter(out, 1, fingerprint="save") as writer:
             writer.write_shard(1, {**model.state_dict(), **stub(packed)}, notes={})
-            writer.finish(packed_config({}, layers, ["pack"]), add_step({}, step))
+            writer.finish(packed_config({}, shapes, ["pack"]), add_step({}, step))
         return
     with CheckpointWriter(out, 1, fingerprint="save") as writer:
         # transformers writes the files; the sentence is ours to add, since save_pretrained drops it.
@@ -39,5 +43,5 @@ def save(model: nn.Module, out: str | Path) -> None:
         model.save_pretrained(writer.staging)  # type: ignore[operator]
         config = read_json(writer.staging / CONFIG)
         write_json(writer.staging / CONFIG, {**config, "transformers_weights": SENTENCE})
-        write_json(writer.staging / "twofour.json", add_step({}, step))
+        write_json(writer.staging / RECORD, add_step({}, step))
         publish(writer.staging, writer.out)

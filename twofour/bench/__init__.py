@@ -1,0 +1,1 @@
+"""Timing and accuracy, as rows of figures."""

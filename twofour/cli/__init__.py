@@ -1,0 +1,1 @@
+"""The `twofour` command: one thin file per verb."""

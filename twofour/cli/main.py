@@ -1,0 +1,89 @@
+"""The command: its verbs, and how errors become one sentence and an exit status.
+
+0 done; 1 the work failed or a check found a fault; 2 the command line or the input was wrong; 130 Ctrl-C.
+With `--json` standard output is one JSON document and nothing else, for errors too. Everything that is
+not the result goes to standard error. Verbs import what is heavy inside their functions, so that `--help`
+and shell completion answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from twofour.cli import check, demo, doctor, eval, pack, prune
+from twofour.cli.output import print_error
+from twofour.errors import TwoFourError
+from twofour.version import __version__
+
+app = typer.Typer(
+    name="twofour",
+    help="2:4 structured sparsity: prune a model, pack it, check it, run it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"twofour {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    pass
+
+
+for verb in (prune, pack, check, eval, demo, doctor):
+    app.command(verb.__name__.rpartition(".")[2], epilog=verb.EXAMPLE)(verb.command)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in arguments
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: other libraries' bars
+    try:
+        # Not standalone: typer would otherwise end the process itself.
+        status = app(arguments, prog_name="twofour", standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except TwoFourError as error:
+        print_error(error.args[0], as_json=as_json, layer=error.layer)
+        return error.exit_status
+    except typer.Exit as end:
+        return end.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        print_error("stopped.", as_json=as_json)
+        return 130
+    except Exception as error:
+        usage = _usage_error(error)
+        if usage is None:
+            raise
+        print_error(usage, as_json=as_json)
+        return 2
+
+
+def _usage_error(error: Exception) -> str | None:
+    """The words of a wrong command line; None if the error is something else."""
+    words = getattr(error, "format_message", None)  # click's, wherever typer keeps it
+    if words is None:
+        return None
+    context = getattr(error, "ctx", None)
+    hint = f" See `{context.command_path} --help`." if context is not None else ""
+    return f"{words()}{hint}"
+
+
+def run() -> None:
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()

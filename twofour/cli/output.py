@@ -1,0 +1,121 @@
+"""What the verbs print: results to standard output, progress and errors to standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from twofour.progress import OnProgress
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Only layers whose name matches this pattern, e.g. 'model.layers.*.mlp.*'. Repeatable."
+    ),
+]
+Exclude = Annotated[list[str] | None, typer.Option(help="Leave these layers alone. Repeatable.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where a run that was cut short stopped.")]
+
+#: Without a terminal: how often a plain line tells how far the work is.
+SECONDS_BETWEEN_LINES = 5.0
+
+
+def print_json(document: dict[str, Any]) -> None:
+    json.dump(document, sys.stdout, indent=2, ensure_ascii=False, default=str)
+    sys.stdout.write("\n")
+
+
+def print_error(message: str, *, as_json: bool, layer: str | None = None) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(message)}")
+    if as_json:
+        print_json({"error": {"message": message, "layer": layer}})
+
+
+def say(text: str) -> None:
+    """A line of the result for people."""
+    Console(soft_wrap=True, highlight=False).print(text)
+
+
+def note(text: str) -> None:
+    """A line that is not the result."""
+    Console(stderr=True, soft_wrap=True, highlight=False).print(text)
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    """A table of the result; columns after the first are figures and stand to the right."""
+    shown = Table(title=title, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns):
+        shown.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*(escape(str(cell)) for cell in row))
+    # A pipe has no width; a table cut to a guess of 80 columns would be useless there.
+    Console(width=None if sys.stdout.isatty() else 120).print(shown)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[OnProgress]:
+    """Progress on standard error: a bar on a terminal, a line now and then elsewhere."""
+    if sys.stderr.isatty():
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("[dim]{task.fields[label]}"), console=Console(stderr=True)) as bar:
+            task = bar.add_task(what, total=None, label="")
+            yield lambda done, total, label: bar.update(
+                task, completed=done, total=total, label=escape(label)
+            )
+        return
+    start = last = time.monotonic()
+
+    def on_progress(done: int, total: int, label: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            last = now
+            left = (now - start) * (total - done) / max(done, 1)
+            note(escape(f"{what}: {100 * done // max(total, 1)} %, {left:.0f} s left, {label}"))
+
+    yield on_progress
+
+
+def quiet_libraries() -> None:
+    """transformers' own bars and notices would run through ours."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("torch").setLevel(logging.ERROR)
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(1_234_567)
+    '1.23 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def alike(name: str) -> str:
+    """A layer's name with its numbers starred, to show layers of one kind in one row.
+
+    >>> alike("model.layers.12.mlp.down_proj")
+    'model.layers.*.mlp.down_proj'
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)

@@ -1,0 +1,55 @@
+"""`twofour prune`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from twofour.cli.output import (
+    Exclude,
+    Include,
+    Json,
+    Resume,
+    alike,
+    print_json,
+    progress,
+    quiet_libraries,
+    say,
+)
+
+EXAMPLE = "Example: [bold]twofour prune ./Llama-3-8B ./Llama-3-8B-24[/]"
+
+
+def command(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="A dense model: config.json and safetensors.", show_default=False
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make.", show_default=False)],
+    method: Annotated[str, typer.Option(help="How to choose: magnitude.")] = "magnitude",
+    include: Include = None,
+    exclude: Exclude = None,
+    resume: Resume = False,
+    json: Json = False,
+) -> None:
+    """Keep at most two of every four neighbouring weights of each eligible layer."""
+    from twofour.io.prune import prune_checkpoint
+
+    quiet_libraries()
+    with progress("pruning") as on_progress:
+        step = prune_checkpoint(
+            model, out, method, include or (), exclude or (), resume=resume, on_progress=on_progress
+        )
+    errors = [layer["relative_error"] for layer in step["layers"].values()]
+    if json:
+        print_json({"verb": "prune", "out": str(out), **{k: v for k, v in step.items() if k != "verb"}})
+        return
+    say(f"Pruned {len(errors)} layers to 2:4 by {method}: {out}")
+    say(f"Weight lost, as a share of each layer's norm: {min(errors):.3f} to {max(errors):.3f}.")
+    left = sorted({f"{alike(name)} ({reason})" for name, reason in step["left"].items()})
+    say("Left alone: " + ("; ".join(left) or "nothing") + ".")
+    say(f"Next: [bold]twofour pack {out} {out}-packed[/]")

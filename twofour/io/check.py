@@ -1,0 +1,141 @@
+"""`check`: is this checkpoint whole, is every layer 2:4, and what does it weigh?
+
+Reads everything once, tensor by tensor: stored checksums, shapes against the config, every position
+nibble, every group. A packed checkpoint is checked by what its config lists; one that is only pruned, by
+what its record lists; any other, by all layers that could be 2:4.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from twofour.errors import InputError
+from twofour.io.checkpoint import CONFIG, Checkpoint
+from twofour.io.format import is_packed, packed_modules, stub
+from twofour.io.pack import layers_to_pack
+from twofour.io.writer import CHECKSUMS, sha256
+from twofour.packed import unpack, validate
+from twofour.pattern import check_pattern, require_finite
+from twofour.progress import OnProgress, silent
+from twofour.select import Layer
+
+
+@dataclass
+class LayerCheck:
+    """One 2:4 layer: how its groups are filled and how many bytes it takes."""
+
+    name: str
+    shape: tuple[int, ...]
+    groups: int
+    under: int  # groups with fewer than two nonzeros, which is allowed
+    over: int  # groups with more, which is not
+    dense_bytes: int
+    stored_bytes: int
+
+
+@dataclass
+class CheckReport:
+    directory: str
+    packed: bool
+    bytes: int = 0
+    checksums: int = 0  # tensors whose stored checksum was compared
+    tensors: int = 0
+    layers: list[LayerCheck] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+
+def check(directory: str | Path, on_progress: OnProgress = silent) -> CheckReport:
+    """Look at every byte of a checkpoint and report what is wrong with it, if anything."""
+    directory = Path(directory)
+    try:
+        checkpoint = Checkpoint(directory)
+    except InputError as error:
+        if not (directory / CONFIG).exists():
+            raise  # not a checkpoint at all
+        return CheckReport(str(directory), packed=False, faults=[str(error)])
+    packed = is_packed(checkpoint.config)
+    report = CheckReport(str(directory), packed, bytes=checkpoint.nbytes, tensors=len(checkpoint.tensors))
+    total = 2 * checkpoint.nbytes
+    done = _check_sums(checkpoint, report, on_progress, total)
+    layers = _packed_layers(checkpoint, report) if packed else _dense_layers(checkpoint)
+    for base, layer in layers.items():
+        try:
+            entry = (
+                _check_packed(checkpoint, base, layer) if packed else _check_dense(checkpoint, base, layer)
+            )
+        except InputError as error:
+            report.faults.append(str(error))
+            continue
+        report.layers.append(entry)
+        done += entry.stored_bytes
+        on_progress(done, total, base)
+        if entry.over:
+            report.faults.append(f"{base}: {entry.over} of {entry.groups} groups keep more than two weights.")
+    on_progress(total, total, "")
+    return report
+
+
+def _check_sums(checkpoint: Checkpoint, report: CheckReport, on_progress: OnProgress, total: int) -> int:
+    done = 0
+    for file in checkpoint.files:
+        try:
+            sums = json.loads(checkpoint.metadata(file).get(CHECKSUMS, "{}"))
+        except json.JSONDecodeError:
+            report.faults.append(f"{file}: the stored checksums cannot be read.")
+            sums = {}
+        for info in (t for t in checkpoint.tensors.values() if t.file == file):
+            if info.name in sums:
+                report.checksums += 1
+                if sha256(checkpoint.read(info.name)) != sums[info.name]:
+                    report.faults.append(f"{info.name}: its bytes in {file} do not match their checksum.")
+            done += info.nbytes
+            on_progress(done, total, info.name)
+    return done
+
+
+def _packed_layers(checkpoint: Checkpoint, report: CheckReport) -> dict[str, Layer]:
+    modules = packed_modules(checkpoint.config["quantization_config"])
+    for name in checkpoint.tensors:
+        base, _, what = name.rpartition(".")
+        if what in ("weight_values", "weight_meta") and base not in modules:
+            report.faults.append(f"{base}: the file holds its {what}, but the config does not list it.")
+    if missing := [key for key in stub(modules) if key not in checkpoint.tensors]:
+        report.faults.append(f"{missing[0]}: the empty tensor that stops loaders without twofour is missing.")
+    return {
+        name: Layer(name, "linear" if len(shape) == 2 else "conv2d", shape) for name, shape in modules.items()
+    }
+
+
+def _check_packed(checkpoint: Checkpoint, base: str, layer: Layer) -> LayerCheck:
+    for what in ("weight_values", "weight_meta"):
+        if f"{base}.{what}" not in checkpoint.tensors:
+            raise InputError(f"the config lists it, but the files hold no {what}.", layer=base)
+    values, meta = checkpoint.read(f"{base}.weight_values"), checkpoint.read(f"{base}.weight_meta")
+    if values.dim() == 2 and values.shape[0] != layer.rows:
+        raise InputError(f"weight_values has {values.shape[0]} rows, the config {layer.rows}.", layer=base)
+    validate(values, meta, layer.columns, layer=base)
+    groups = check_pattern(unpack(values, meta, layer.columns))
+    dense = values.element_size()
+    for side in layer.shape:
+        dense *= side
+    stored = values.nbytes + meta.nbytes
+    return LayerCheck(base, layer.shape, groups.groups, groups.under, groups.over, dense, stored)
+
+
+def _dense_layers(checkpoint: Checkpoint) -> dict[str, Layer]:
+    return {key.removesuffix(".weight"): x for key, x in layers_to_pack(checkpoint, (), ()).by_tensor.items()}
+
+
+def _check_dense(checkpoint: Checkpoint, base: str, layer: Layer) -> LayerCheck:
+    weight = checkpoint.read(f"{base}.weight")
+    require_finite(weight, base)
+    groups = check_pattern(layer.to_matrix(weight))
+    return LayerCheck(
+        base, layer.shape, groups.groups, groups.under, groups.over, weight.nbytes, weight.nbytes
+    )
