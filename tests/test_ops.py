@@ -62,6 +62,13 @@ def test_opcheck_linear_input_grad(batch, columns, scaled):
     torch.library.opcheck(ops.linear_input_grad, args)
 
 
+def test_opcheck_linear_input_grad_of_a_gradient_that_has_one():
+    """As in a backward with create_graph."""
+    packed = pack(two_four(6, 12))
+    grad = torch.randn(3, 6, requires_grad=True)
+    torch.library.opcheck(ops.linear_input_grad, (grad, packed.values, packed.meta, None, 12))
+
+
 @pytest.mark.parametrize(
     ("columns", "scale", "dtype"),
     [(16, None, None), (13, None, torch.float16), (16, 4, None), (9, 1, torch.bfloat16)],
@@ -99,6 +106,17 @@ def test_linear_and_its_gradients_are_the_dense_ones(batch, rows, columns, dtype
     dense = run(lambda x, b: F.linear(x, weight, b))
     for actual, expected in zip(sparse, dense, strict=True):
         close(actual, expected)
+
+
+def test_second_derivatives_are_the_dense_ones():
+    weight = two_four(5, 12)
+    packed = pack(weight)
+    x = torch.randn(3, 12, requires_grad=True)
+    penalties = []
+    for y in (ops.linear(x, packed.values, packed.meta, None, None, 12), F.linear(x, weight)):
+        (grad,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        penalties.append(torch.autograd.grad(grad.pow(2).sum(), x)[0])
+    torch.testing.assert_close(*penalties, rtol=1e-4, atol=1e-3)
 
 
 def test_only_the_gradients_that_are_asked_for():
@@ -178,10 +196,14 @@ def test_infinite_and_nan_inputs_reach_the_output_as_in_a_dense_product():
 # What is refused
 
 
-def test_packed_weights_are_frozen():
+@pytest.mark.parametrize("op", ["linear", "unpack"])
+def test_packed_weights_are_frozen(op):
     packed = pack(two_four(6, 12))
-    values = packed.values.requires_grad_()
-    y = ops.linear(torch.randn(3, 12), values, packed.meta, None, None, 12)
+    values, x = packed.values.requires_grad_(), torch.randn(3, 12, requires_grad=True)
+    if op == "linear":
+        y = ops.linear(x, values, packed.meta, None, None, 12)
+    else:
+        y = x @ ops.unpack(values, packed.meta, None, 12).T
     with pytest.raises(TwoFourError, match="frozen"):
         y.sum().backward()
 
@@ -205,10 +227,10 @@ def test_shapes_of_fakes():
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_widths_that_disagree_are_refused(device):
+@pytest.mark.parametrize("op", ["linear", "linear_input_grad"])
+def test_widths_that_disagree_are_refused(op, device):
     packed = pack(two_four(6, 12))
-    values, meta = packed.values.to(device), packed.meta.to(device)
+    x, values, meta = torch.zeros(3, 7, device=device), packed.values.to(device), packed.meta.to(device)
+    bias = (None,) if op == "linear" else ()
     with pytest.raises(RuntimeError):
-        ops.linear(torch.empty(3, 16, device=device), values, meta, None, None, 12)
-    with pytest.raises(RuntimeError):
-        ops.linear_input_grad(torch.empty(3, 7, device=device), values, meta, None, 12)
+        getattr(ops, op)(x, values, meta, None, *bias, 12)

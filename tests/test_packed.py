@@ -11,14 +11,8 @@ from twofour import packed as packed_module
 from twofour.errors import InputError
 from twofour.packed import Packed24, pack, packed_shapes, unpack, validate
 
-BITS = {
-    torch.float32: torch.int32,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-    torch.int8: torch.int8,
-    torch.float8_e4m3fn: torch.int8,
-}
-FLOATS = [dtype for dtype in BITS if dtype != torch.int8]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+DTYPES = [*FLOATS, torch.int8]
 LEGAL = (0x4, 0x8, 0xC, 0x9, 0xD, 0xE)
 
 
@@ -31,19 +25,16 @@ def two_four(*shape, dtype=torch.float32, seed=0):
     weight = torch.randn(*lead, groups, 4, generator=draw) * 20
     kept = torch.randint(0, 3, (*lead, groups, 1), generator=draw)
     weight = weight.where(places < kept, 0.0).reshape(*lead, groups * 4)[..., :columns]
-    return weight.clamp(-100, 100).to(dtype).contiguous()
-
-
-def raw(x):
-    return x.contiguous().view(BITS[x.dtype])
-
-
-def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
+    weight = weight.clamp(-100, 100).to(dtype).float() + 0.0  # where rounding made a -0.0, it is 0.0 again
+    return weight.to(dtype).contiguous()
 
 
 def bytes_of(x):
-    return bytes(x.contiguous().view(torch.uint8).flatten().tolist())
+    return x.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b)
 
 
 # The bytes
@@ -73,10 +64,9 @@ KNOWN_BFLOAT16 = bytes.fromhex(
 )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "values"), [(torch.float32, KNOWN_FLOAT32), (torch.bfloat16, KNOWN_BFLOAT16)], ids=str
-)
-def test_bytes_of_a_known_matrix(dtype, values):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_of_a_known_matrix(dtype):
+    values = KNOWN_FLOAT32 if dtype == torch.float32 else KNOWN_BFLOAT16
     packed = pack(torch.tensor(KNOWN, dtype=dtype))
     assert (packed.values.shape, packed.meta.shape) == ((4, 6), (4, 2))
     assert bytes_of(packed.values) == values
@@ -118,7 +108,7 @@ VIEWS = {
 
 @settings(deadline=None, max_examples=80)
 @given(
-    dtype=st.sampled_from(list(BITS)),
+    dtype=st.sampled_from(DTYPES),
     shape=st.tuples(st.integers(0, 4), st.integers(1, 19)),
     lead=st.sampled_from([(), (2,), (2, 1)]),
     view=st.sampled_from(list(VIEWS)),
@@ -143,16 +133,12 @@ def test_empty_matrices_round_trip(shape):
     assert packed.unpack().shape == shape
 
 
-@pytest.mark.parametrize("dtype", list(BITS), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_values_survive(dtype):
-    if dtype == torch.int8:
-        row = torch.tensor([[-128, 0, 127, 0]], dtype=dtype)
-    else:
-        info = torch.finfo(dtype)
-        row = torch.zeros(1, 8, dtype=torch.float64)
-        row[0, [0, 3, 5, 6]] = torch.tensor([info.max, info.min, info.tiny, -info.tiny], dtype=torch.float64)
-        row = row.to(dtype)
-        raw(row)[0, 5] = 1  # the smallest denormal
+    info = torch.iinfo(dtype) if dtype == torch.int8 else torch.finfo(dtype)
+    smallest = 1 if dtype == torch.int8 else info.smallest_normal * info.eps  # the smallest denormal
+    row = torch.tensor([[info.max, 0, 0, info.min, 0, smallest, -smallest, 0]], dtype=torch.float64).to(dtype)
+    assert row.double().count_nonzero() == 4
     assert same_bits(pack(row).unpack(), row)
 
 
@@ -187,7 +173,7 @@ def test_packing_detaches_and_does_not_touch_the_weight():
 # What is refused
 
 
-@pytest.mark.parametrize("dtype", list(BITS), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [8, 7])
 def test_a_matrix_that_is_not_2_4_is_named_with_row_and_group(dtype, columns):
     weight = torch.zeros(5, columns)
@@ -209,8 +195,6 @@ def test_a_fault_past_the_first_chunk_is_located():
     weight[1111, 900] = math.nan
     with pytest.raises(InputError, match="deep: row 1111 holds NaN"):
         pack(weight, "deep")
-    weight[1111, 900] = 3
-    assert same_bits(pack(weight).unpack(), weight)
 
 
 def test_the_row_of_an_expert_counts_over_all_experts():
@@ -339,6 +323,7 @@ def test_padded_is_the_zero_padded_matrix(columns, grown, dtype):
     expected = torch.zeros(grown, dtype=torch.float32)
     expected[:5, :columns] = weight.float()
     assert torch.equal(padded.unpack().float(), expected)
+    assert torch.equal(padded.meta, pack(expected).meta)  # new groups name the positions 0 and 1
 
 
 def test_padded_product_and_gradient_are_those_of_the_unpadded():

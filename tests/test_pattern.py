@@ -280,7 +280,9 @@ def test_transposable_of_empty_tensors(shape):
     assert keep_best_transposable(torch.zeros(shape)).shape == shape
 
 
-@pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.device("meta")])
+@pytest.mark.parametrize(
+    "context", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference_mode", "meta"]
+)
 def test_transposable_remembers_nothing_of_the_context_of_its_first_call(context):
     from twofour.pattern import _transposable_patterns
 

@@ -157,7 +157,7 @@ def as_layer(name: str, module: nn.Module) -> Layer | str:
         return Layer(name, "conv2d", shape)
     if isinstance(module, nn.Linear | nn.Conv2d):
         return f"{kind.__name__} is a subclass whose forward may not be a plain product"
-    return "not a Linear, Conv1D or Conv2d"
+    return "packed already" if hasattr(module, "weight_meta") else "not a Linear, Conv1D or Conv2d"
 
 
 def _default_reason(model: nn.Module, layer: Layer) -> str | None:

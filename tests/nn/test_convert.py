@@ -167,6 +167,13 @@ def test_packed_layers_and_set_memory_reach_every_layer(model):
         set_memory(model, "huge")
 
 
+@pytest.mark.parametrize("convert", [convert_, swap_])
+def test_a_bare_layer_cannot_be_replaced_in_place(convert):
+    linear = prune_(nn.Linear(32, 32))
+    with pytest.raises(InputError):
+        convert(linear, select(linear).layers)
+
+
 def test_packed_layers_are_not_selected_again(model):
     convert_(model, select(model).layers)
     assert select(model).layers == ()

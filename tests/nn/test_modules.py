@@ -173,10 +173,17 @@ def test_to_meta_and_loading_from_there(make):
     sparse.to("meta")
     assert all(t.device.type == "meta" for t in sparse.state_dict().values())
     assert sparse.dense_weight is None
-    shape = (3, 20) if make is linear else (2, 6, 5, 5)
-    assert sparse(torch.empty(shape, device="meta")).shape == make()(torch.zeros(shape)).shape
     sparse.load_state_dict(state, assign=True)
     assert torch.equal(sparse.dense_weight, weight)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(("make", "shape"), [(linear, (3, 20)), (conv, (2, 6, 5, 5))])
+def test_forward_on_meta_gives_the_shape(make, shape, memory):
+    dense = make()
+    y = pack_module(dense, memory).to("meta")(torch.empty(shape, device="meta"))
+    assert y.is_meta
+    assert y.shape == dense(torch.zeros(shape)).shape
 
 
 def test_deepcopy_is_independent():
@@ -227,8 +234,11 @@ def test_set_memory():
         assert_same(dense, sparse, x)
     with pytest.raises(InputError, match="memory must be auto, fast or small, not 'big'"):
         sparse.set_memory("big")
+
+
+def test_a_memory_that_does_not_exist_is_refused_from_the_start():
     with pytest.raises(InputError, match="memory must be"):
-        pack_module(dense, "big")
+        pack_module(linear(), "big")
 
 
 def test_auto_keeps_the_dense_weight_only_with_memory_to_spare(monkeypatch):
@@ -265,6 +275,16 @@ def test_autocast(memory):
         assert leaves[0].grad.dtype == torch.float32
         torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=3e-2, atol=3e-2)
         torch.testing.assert_close(sparse.bias.grad, dense.bias.grad, rtol=3e-2, atol=3e-2)
+
+
+def test_autocast_of_a_traced_layer():
+    dense = linear()
+    sparse = torch.compile(pack_module(dense, "small"), backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = sparse(x), dense(x)
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("memory", MEMORY)

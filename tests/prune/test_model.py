@@ -46,17 +46,16 @@ def test_magnitude_of_the_lowest_integer():
 
 def test_a_linear_is_pruned_in_place():
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 18))
-    parameters = [model[0].weight, model[0].bias, model[2].weight, model[2].bias]
-    before = [p.detach().clone() for p in parameters]
+    parameters = dict(model.named_parameters())
+    before = {name: p.detach().clone() for name, p in parameters.items()}
     assert prune_(model) is model
-    assert [model[0].weight, model[0].bias, model[2].weight, model[2].bias] == parameters or all(
-        a is b for a, b in zip([model[0].weight, model[2].weight], parameters[::2], strict=True)
-    )
-    for parameter, old in zip(parameters[::2], before[::2], strict=True):
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name]
         assert parameter.requires_grad
-        assert parameter.tolist() == [pruned_row(row) for row in old.tolist()]
-    for parameter, old in zip(parameters[1::2], before[1::2], strict=True):
-        assert torch.equal(parameter, old)
+        if name.endswith("weight"):
+            assert parameter.tolist() == [pruned_row(row) for row in before[name].tolist()]
+        else:
+            assert torch.equal(parameter, before[name])
 
 
 def test_pruning_twice_changes_nothing_more():

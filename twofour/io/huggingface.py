@@ -77,6 +77,7 @@ class TwoFourQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for name, module in packed_layers(model).items():
+            module.freeze()
             if module.weight_values.device.type != "meta":  # "meta": offloaded, and not here to look at
                 module.validate(name)
                 module.settle()
@@ -85,9 +86,9 @@ class TwoFourQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         self.quantization_config = _config_of(model, self.quantization_config.made)
         model.config.quantization_config = self.quantization_config  # type: ignore[union-attr]
-        state = dict(model.state_dict())
-        here = {k: v for k, v in state.items() if v.device.type != "meta"}
-        return {**state, **stub(packed_layers(model))}, shard_metadata(here)
+        state = {**model.state_dict(), **stub(packed_layers(model))}
+        here = {k: v for k, v in state.items() if v.device.type != "meta"}  # "meta": offloaded
+        return state, shard_metadata(here)
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return True

@@ -83,7 +83,8 @@ def load_causal_lm(directory: str | Path) -> tuple[Any, Any]:
     except InputError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0].rstrip(".")
         raise InputError(
-            f"transformers cannot load {directory} as a causal language model: {error}"
+            f"transformers cannot load {directory} as a causal language model: {first}."
         ) from error
     return model.eval(), tokenizer

@@ -30,9 +30,9 @@ def skeleton(checkpoint: Checkpoint) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(directory)
     except (ValueError, KeyError, OSError, TypeError) as error:
         kind = checkpoint.config.get("model_type")
+        first = str(error).strip().splitlines()[0].rstrip(".")
         raise InputError(
-            f"transformers cannot read {directory / 'config.json'} (model_type {kind!r}): {error}".rstrip(".")
-            + ".",
+            f"transformers cannot read {directory / 'config.json'} (model_type {kind!r}): {first}.",
             hint="For a model of your own use twofour.prune_ and twofour.pack_ from Python.",
         ) from error
     for ours in ("quantization_config", "transformers_weights"):

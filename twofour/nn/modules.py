@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from twofour import kernels, ops
 from twofour.errors import InputError
-from twofour.packed import Packed24, pack, packed_shapes, unpack, validate
+from twofour.packed import Packed24, pack, packed_shapes, validate
 from twofour.select import Layer
 
 Memory = Literal["auto", "fast", "small"]
@@ -73,10 +73,21 @@ class PackedModule(nn.Module):
     def packed(self) -> Packed24:
         return Packed24(self.weight_values, self.weight_meta, self.layer.columns, self.weight_scale)
 
-    def unpacked(self) -> Tensor:
-        """The dense weight in the layout of the module that this one replaced."""
-        values, meta = self.weight_values.detach(), self.weight_meta
-        return self.layer.from_matrix(unpack(values, meta, self.layer.columns, self.weight_scale))
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, to read: some models look at it (T5 at its dtype, Mamba multiplies with it)."""
+        return self.unpacked() if self.dense_weight is None else self.dense_weight
+
+    def unpacked(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The dense weight, unpacked now: [out, in] or [O, C, R, S]."""
+        packed = (self.weight_values, self.weight_meta, self.weight_scale)
+        return self.layer.from_matrix(ops.unpack(*packed, self.layer.columns, dtype))
+
+    def freeze(self) -> None:
+        """Packed tensors have no gradient; loaders that make parameters anew forget that."""
+        for tensor in (self.weight_values, self.weight_meta, self.weight_scale):
+            if tensor is not None:
+                tensor.requires_grad_(False)
 
     def validate(self, name: str | None = None) -> None:
         """Refuse damaged packed tensors, by name."""
@@ -212,8 +223,7 @@ class SparseConv2d(PackedModule):
         weight = self.dense_weight
         if weight is None:
             x = self._input(x)
-            packed = (self.weight_values, self.weight_meta, self.weight_scale)
-            weight = self.layer.from_matrix(ops.unpack(*packed, self.layer.columns, x.dtype))
+            weight = self.unpacked(x.dtype)
         padding = self.padding
         if self.padding_mode != "zeros":
             x = F.pad(x, self.padding_of_input, mode=self.padding_mode)

