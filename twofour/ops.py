@@ -44,6 +44,10 @@ def _(
 
 @torch.library.register_fake("twofour::linear_input_grad", lib=library)
 def _(grad: Tensor, values: Tensor, meta: Tensor, scale: Tensor | None, columns: int) -> Tensor:
+    rows = values.shape[0]
+    torch._check(
+        grad.shape[-1] == rows, lambda: f"grad has {grad.shape[-1]} features, the layer gives {rows}"
+    )
     return grad.new_empty(*grad.shape[:-1], columns)
 
 
@@ -55,24 +59,49 @@ def _(
     return values.new_empty(*values.shape[:-1], columns, dtype=dtype or stored)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _frozen(needed: bool) -> None:
+    if needed:
+        raise TwoFourError(
+            "packed weights are frozen and have no gradient.",
+            hint="Train the pruned model before packing it, or train adapters beside it.",
+        )
+
+
+def _keep_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, values, meta, scale, bias, columns = inputs
     ctx.save_for_backward(values, meta, scale)
     ctx.columns = columns
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_values, *_, needs_bias, _ = ctx.needs_input_grad
-    if needs_values:
-        raise TwoFourError(
-            "packed weights are frozen and have no gradient.",
-            hint="Train the pruned model before packing it, or train adapters beside it.",
-        )
+    _frozen(needs_values)
     values, meta, scale = ctx.saved_tensors
     grad_x = linear_input_grad(grad, values, meta, scale, ctx.columns) if needs_x else None
     grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype) if needs_bias else None
     return grad_x, None, None, None, grad_bias, None
 
 
-torch.library.register_autograd("twofour::linear", _backward, setup_context=_save_for_backward, lib=library)
+def _keep_for_input_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, values, meta, scale, ctx.columns = inputs
+    ctx.save_for_backward(values, meta, scale)
+
+
+def _input_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    _frozen(ctx.needs_input_grad[1])
+    values, meta, scale = ctx.saved_tensors
+    return linear(grad, values, meta, scale, None, ctx.columns), None, None, None, None
+
+
+def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+    _frozen(True)
+    return (None,) * 5
+
+
+for _name, _backward, _keep in (
+    ("linear", _linear_backward, _keep_for_linear),
+    ("linear_input_grad", _input_grad_backward, _keep_for_input_grad),
+    ("unpack", _unpack_backward, None),
+):
+    torch.library.register_autograd(f"twofour::{_name}", _backward, setup_context=_keep, lib=library)

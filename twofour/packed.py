@@ -16,6 +16,7 @@ The layout is row-major and belongs to no backend: a backend repacks for itself 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +87,12 @@ class Packed24:
         meta = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
         scale = self.scale
         if scale is not None:
-            group = self.columns if scale.shape[-1] == 1 else -(-self.columns // scale.shape[-1])
-            width = 1 if scale.shape[-1] == 1 else -(-columns // group)
+            width = 1
+            if scale.shape[-1] > 1:
+                group = self.values.shape[-1] * 2 // scale.shape[-1]
+                if 2 * kept % group:  # the new width is not made of such groups: of 4 it always is
+                    scale, group = scale.repeat_interleave(group // 4, dim=-1), 4
+                width = 2 * kept // group
             scale = torch.nn.functional.pad(scale, (0, width - scale.shape[-1], 0, more_rows), value=1)
         return Packed24(values, meta, columns, scale)
 
@@ -119,7 +124,7 @@ def pack(weight: Tensor, layer: str | None = None) -> Packed24:
         raise InputError(f"cannot pack a tensor of shape {tuple(weight.shape)}: need a matrix.", layer=layer)
     *lead, rows, columns = weight.shape
     (_, kept), (_, meta_bytes) = packed_shapes(rows, columns)
-    flat = weight.detach().reshape(-1, columns)
+    flat = weight.detach().reshape(math.prod(weight.shape[:-1]), columns)
     values = torch.empty(flat.shape[0], kept, dtype=bits, device=weight.device)
     meta = torch.empty(flat.shape[0], meta_bytes, dtype=torch.uint8, device=weight.device)
     step = max(1, _CHUNK // max(columns, 1))
@@ -192,7 +197,7 @@ def unpack(
     dense = dense.reshape(*lead, rows, groups * 4)[..., :columns].contiguous().view(values.dtype)
     if scale is None:
         return dense if dtype is None else dense.to(dtype)
-    per_column = scale.repeat_interleave(-(-columns // scale.shape[-1]), dim=-1)[..., :columns]
+    per_column = scale.repeat_interleave(groups * 4 // scale.shape[-1], dim=-1)[..., :columns]
     return (dense.to(scale.dtype) * per_column).to(dtype or scale.dtype)
 
 
@@ -219,7 +224,7 @@ def validate(
         raise InputError(f"weight_meta must be uint8, not {meta.dtype}.", layer=layer)
     groups = want_values[1] // 2
     nibbles = _nibbles(meta)
-    bad = ((nibbles & 3) >= (nibbles >> 2))[..., :groups].reshape(-1, groups)
+    bad = ((nibbles & 3) >= (nibbles >> 2))[..., :groups].reshape(math.prod(values.shape[:-1]), groups)
     if bool(bad.any()):
         row, group = divmod(int(bad.reshape(-1).int().argmax()), groups)
         nibble = int(nibbles.reshape(bad.shape[0], -1)[row, group])
@@ -235,8 +240,18 @@ def validate(
         magnitude = values.view(BITS[values.dtype]) & torch.iinfo(BITS[values.dtype]).max
         if magnitude.numel() and int(magnitude.max()) >= _NONFINITE[values.dtype]:
             raise InputError("weight_values holds NaN or infinity.", layer=layer)
-    if scale is not None and (scale.dim() < 2 or scale.shape[-2] != rows or not bool(scale.isfinite().all())):
-        raise InputError(
-            f"weight_scale has shape {list(scale.shape)} or is not finite; {rows} rows need one each.",
-            layer=layer,
-        )
+    beyond = groups * 4 - columns
+    if beyond:
+        last = unpack(values[..., -2:], nibbles[..., groups - 1 : groups], 4)[..., 4 - beyond :]
+        if bool((last.float() != 0).any()):
+            raise InputError(f"a weight is stored beyond the last of {columns} columns.", layer=layer)
+    if scale is not None:
+        width = scale.shape[-1] if scale.dim() else 0
+        if scale.shape[:-1] != values.shape[:-1] or not width or (width > 1 and groups % width):
+            raise InputError(
+                f"weight_scale has shape {list(scale.shape)}; {rows} rows of {groups} groups need [{rows}, 1] "
+                "or a width that divides the groups.",
+                layer=layer,
+            )
+        if not bool(scale.isfinite().all()):
+            raise InputError("weight_scale holds NaN or infinity.", layer=layer)

@@ -76,25 +76,24 @@ def keep_best(score: Tensor, n: int = 2, m: int = 4) -> Tensor:
     """
     _require_n_of_m(n, m)
     _require_no_nan(score)
-    width = score.shape[-1]
     # Padding must lose every tie, -inf scores included: it stands furthest right, and ties go left.
     groups = _grouped(score, m, fill=-torch.inf)
     # Rank by counting the neighbours that beat an entry: m(m-1)/2 comparisons on whole tensors are
     # several times faster than a sort of very short rows, and make the tie rule explicit.
     columns = groups.unbind(-1)
-    beaten_by = [torch.zeros(columns[0].shape, dtype=torch.int8, device=score.device) for _ in range(m)]
+    beaten_by = [torch.zeros(columns[0].shape, dtype=torch.int16, device=score.device) for _ in range(m)]
     for left, right in itertools.combinations(range(m), 2):
         right_wins = columns[right] > columns[left]
         beaten_by[left] += right_wins
         beaten_by[right] += ~right_wins
     keep = torch.stack([lost < n for lost in beaten_by], dim=-1)
-    return keep.reshape(*score.shape[:-1], -1)[..., :width]
+    return keep.flatten(-2)[..., : score.shape[-1]]
 
 
 def keep_best_transposable(score: Tensor) -> Tensor:
     """The mask of highest total score that is 2:4 along the rows *and* along the columns.
 
-    Each 4×4 tile has only 90 such patterns, so the search is exhaustive and the result exact. The
+    Each 4×4 tile has only 90 such patterns, so the search is exhaustive; sums are in float64. The
     weight and its transpose then both run on Sparse Tensor Cores, which is what training needs.
     Both of the last two dimensions must be multiples of 4.
     """
@@ -104,9 +103,9 @@ def keep_best_transposable(score: Tensor) -> Tensor:
         )
     _require_no_nan(score)
     *lead, rows, columns = score.shape
-    tiles = _comparable(score).reshape(*lead, rows // 4, 4, columns // 4, 4).transpose(-3, -2)
+    tiles = _comparable(score.detach()).reshape(*lead, rows // 4, 4, columns // 4, 4).transpose(-3, -2)
     tiles = tiles.reshape(-1, 16).double()
-    patterns = _transposable_patterns().to(tiles.device)  # [90, 16]
+    patterns = torch.tensor(_transposable_patterns(), dtype=torch.float64, device=tiles.device)  # [90, 16]
     # inf·0 is NaN, so infinities are counted apart: first the most (+inf minus -inf), then the best sum.
     infinite = tiles.isinf()
     infinities = torch.where(infinite, tiles.sign(), 0.0) @ patterns.T
@@ -131,15 +130,14 @@ def require_finite(weight: Tensor, layer: str | None = None) -> None:
 
 
 @cache
-def _transposable_patterns() -> Tensor:
+def _transposable_patterns() -> list[tuple[int, ...]]:
     """All 4×4 binary matrices with two ones in every row and column, flattened: [90, 16]."""
     rows = [tuple(int(i in pair) for i in range(4)) for pair in itertools.combinations(range(4), 2)]
-    tiles = [
+    return [
         sum(tile, ())
         for tile in itertools.product(rows, repeat=4)
         if all(sum(column) == 2 for column in zip(*tile, strict=True))
     ]
-    return torch.tensor(tiles, dtype=torch.float64)
 
 
 def _grouped(x: Tensor, m: int, fill: float) -> Tensor:

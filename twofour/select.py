@@ -144,8 +144,10 @@ def require_layers(selection: Selection) -> Selection:
 def as_layer(name: str, module: nn.Module) -> Layer | str:
     """The layer, or the reason why its type cannot be one."""
     kind = type(module)
-    weight = getattr(module, "weight", None)
-    shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
+    weight = module._parameters.get("weight")
+    if isinstance(module, nn.Linear | nn.Conv2d) and (weight is None or nn.parameter.is_lazy(weight)):
+        return "its weight is computed or not there yet (weight_norm, torch's prune, a lazy module)"
+    shape = () if weight is None else tuple(weight.shape)
     if kind is nn.Linear:
         return Layer(name, "linear", shape)
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":

@@ -136,6 +136,16 @@ def test_the_bias_learns_and_the_weight_does_not():
         assert [name for name, p in sparse.named_parameters() if p.requires_grad] == ["bias"]
 
 
+@pytest.mark.parametrize("memory", MEMORY)
+def test_the_dense_weight_can_be_read_and_frozen_again(memory):
+    dense = linear()
+    sparse = pack_module(dense, memory)
+    assert torch.equal(sparse.weight, dense.weight)
+    sparse.weight_values.requires_grad_()
+    sparse.freeze()
+    assert not sparse.weight_values.requires_grad
+
+
 def test_a_new_module_is_a_legal_matrix_of_zeros():
     for sparse in (SparseLinear(20, 12), SparseLinear(16, 5, bias=False), SparseConv2d(nn.Conv2d(6, 8, 3))):
         sparse.validate()

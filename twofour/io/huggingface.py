@@ -68,12 +68,12 @@ class TwoFourQuantizer(HfQuantizer):
         _require_tensors(model, layers, kwargs.get("checkpoint_files"))
         with torch.device("meta"):
             swap_(model, layers)
-        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        stubs = {
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+        container = set if isinstance(ignored, set) else list  # newer and older transformers
+        stubs = [
             re.escape(name_variants(model, key)[-1]) + "$" for key in stub(self.quantization_config.modules)
-        }
-        # A set in newer transformers, a list in older ones.
-        model._keys_to_ignore_on_load_unexpected = type(ignored or set())([*ignored, *stubs])  # type: ignore
+        ]
+        model._keys_to_ignore_on_load_unexpected = container([*(ignored or ()), *stubs])  # type: ignore[assignment]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for name, module in packed_layers(model).items():

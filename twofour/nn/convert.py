@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from twofour.errors import InputError
 from twofour.nn.modules import Memory, PackedModule, SparseConv2d, SparseLinear
 from twofour.select import Layer
 
@@ -14,6 +15,7 @@ def convert_(model: nn.Module, layers: Iterable[Layer], memory: Memory = "auto")
     """Replace layers by packed ones with the same weights: all of them or, when one is not 2:4, none."""
     new: dict[str, PackedModule] = {}
     for layer in layers:
+        _require_parent(layer)
         module = model.get_submodule(layer.name)
         if isinstance(module, nn.Conv2d):
             new[layer.name] = SparseConv2d.from_dense(module, layer.name, memory)
@@ -26,6 +28,7 @@ def convert_(model: nn.Module, layers: Iterable[Layer], memory: Memory = "auto")
 def swap_(model: nn.Module, layers: Iterable[Layer], memory: Memory = "auto") -> None:
     """Replace layers by empty packed ones of the same geometry, dtype and device, to load tensors into."""
     for layer in layers:
+        _require_parent(layer)
         module = model.get_submodule(layer.name)
         weight = model.get_parameter(f"{layer.name}.weight")
         options = {"memory": memory, "device": weight.device, "dtype": weight.dtype}
@@ -36,6 +39,14 @@ def swap_(model: nn.Module, layers: Iterable[Layer], memory: Memory = "auto") ->
             out, features = layer.shape
             new = SparseLinear(features, out, module.bias is not None, name=layer.name, **options)
         model.set_submodule(layer.name, new.train(module.training))
+
+
+def _require_parent(layer: Layer) -> None:
+    if not layer.name:
+        raise InputError(
+            "a layer on its own cannot be replaced in place.",
+            hint="Wrap it in a module (nn.Sequential), or use SparseLinear.from_dense.",
+        )
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedModule]:

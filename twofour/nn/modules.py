@@ -15,7 +15,7 @@ How much memory a layer may use is its `memory`:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from twofour import kernels, ops
 from twofour.errors import InputError
-from twofour.packed import Packed24, pack, packed_shapes, validate
+from twofour.packed import BITS, Packed24, pack, packed_shapes, validate
 from twofour.select import Layer
 
 Memory = Literal["auto", "fast", "small"]
@@ -56,6 +56,7 @@ class PackedModule(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _require_memory(memory)
         self.layer = layer
         values, meta = packed_shapes(layer.rows, layer.columns)
         self.weight_values = _frozen(torch.zeros(values, device=device, dtype=dtype))
@@ -95,8 +96,7 @@ class PackedModule(nn.Module):
         validate(self.weight_values, self.weight_meta, self.layer.columns, self.weight_scale, name)
 
     def set_memory(self, memory: Memory) -> None:
-        if memory not in ("auto", "fast", "small"):
-            raise InputError(f"memory must be auto, fast or small, not {memory!r}.")
+        _require_memory(memory)
         self.memory = memory
         self.settle()
 
@@ -109,7 +109,8 @@ class PackedModule(nn.Module):
         if self.memory == "fast" or (
             self.memory == "auto" and device.type == "cpu" and self._memory_to_spare()
         ):
-            self.dense_weight = self.unpacked()
+            with torch.inference_mode(False), torch.no_grad():  # it must serve training as well
+                self.dense_weight = self.unpacked()
 
     def _memory_to_spare(self) -> bool:
         import psutil
@@ -119,6 +120,9 @@ class PackedModule(nn.Module):
         return memory.available - dense_bytes > max(memory.total // 4, 1 << 30)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
+        moved = fn(self.weight_values.detach()[:0])
+        if moved.dtype not in BITS:
+            raise InputError(f"a packed weight cannot be {moved.dtype}.", layer=self.layer.name)
         # The kept dense weight is derived: made again rather than moved, or it would follow to a GPU.
         self.dense_weight = None
         super()._apply(fn, recurse)
@@ -134,13 +138,14 @@ class PackedModule(nn.Module):
         self.weight_meta = _frozen(packed.meta)
         self.weight_scale = None if packed.scale is None else _frozen(packed.scale)
         if bias is not None:
-            self.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+            # Its own copy: converting this layer must not convert the dense one it was made from.
+            self.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
         self.settle()
 
     def _input(self, x: Tensor) -> Tensor:
         """x in the dtype to compute in: the layer's own, or autocast's where that is on."""
         device = x.device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             return x.to(torch.get_autocast_dtype(device))
         own = self.weight_values if self.weight_scale is None else self.weight_scale
         if x.dtype != own.dtype:
@@ -180,10 +185,11 @@ class SparseLinear(PackedModule):
         return new.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self._input(x)
         if self.dense_weight is not None:
             return F.linear(x, self.dense_weight, self.bias)
         return ops.linear(
-            self._input(x),
+            x,
             self.weight_values,
             self.weight_meta,
             self.weight_scale,
@@ -220,10 +226,8 @@ class SparseConv2d(PackedModule):
         return new.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.dense_weight
-        if weight is None:
-            x = self._input(x)
-            weight = self.unpacked(x.dtype)
+        x = self._input(x)
+        weight = self.unpacked(x.dtype) if self.dense_weight is None else self.dense_weight
         padding = self.padding
         if self.padding_mode != "zeros":
             x = F.pad(x, self.padding_of_input, mode=self.padding_mode)
@@ -237,6 +241,11 @@ class SparseConv2d(PackedModule):
             f"{channels}, {out}, kernel_size={tuple(kernel)}, stride={self.stride}, padding={self.padding}, "
             f"bias={self.bias is not None}, memory={self.memory}"
         )
+
+
+def _require_memory(memory: str) -> None:
+    if memory not in get_args(Memory):
+        raise InputError(f"memory must be auto, fast or small, not {memory!r}.")
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -22,5 +22,7 @@ class Magnitude:
     def prune(self, matrix: Tensor, layer: str | None = None) -> Tensor:
         """The matrix with the two smaller magnitudes of each group set to zero."""
         require_finite(matrix, layer)
+        # In int8 the magnitude of -128 does not exist.
+        magnitude = matrix.abs() if matrix.is_floating_point() else matrix.long().abs()
         # where() rather than a product: -1·0 would leave a negative zero behind.
-        return matrix.where(keep_best(matrix.abs()), 0)
+        return matrix.where(keep_best(magnitude), 0)
