@@ -154,7 +154,7 @@ def test_a_matrix_of_several_chunks(monkeypatch):
     weight = two_four(37, 22, dtype=torch.bfloat16)
     whole = pack(weight)
     for chunk in (1, 22, 50, 22 * 37):
-        monkeypatch.setattr(packed_module, "_CHUNK", chunk)
+        monkeypatch.setattr(packed_module, "CHUNK", chunk)
         packed = pack(weight)
         assert same_bits(packed.values, whole.values)
         assert torch.equal(packed.meta, whole.meta)
@@ -187,7 +187,7 @@ def test_a_matrix_that_is_not_2_4_is_named_with_row_and_group(dtype, columns):
 
 def test_a_fault_past_the_first_chunk_is_located():
     weight = torch.zeros(1300, 1024, dtype=torch.bfloat16)
-    assert packed_module._CHUNK < 1111 * 1024
+    assert packed_module.CHUNK < 1111 * 1024
     weight[1111, 804:807] = 1
     with pytest.raises(InputError, match="deep: row 1111, group 201 "):
         pack(weight, "deep")

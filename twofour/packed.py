@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from twofour.errors import InputError
-from twofour.pattern import check_pattern
+from twofour.pattern import CHUNK, check_pattern
 
 #: What `values` may be stored in, with the integer type of the same width that we move bits with.
 BITS = {
@@ -41,9 +41,6 @@ _NONFINITE = {
     torch.bfloat16: 0x7F80,
     torch.float8_e4m3fn: 0x7F,
 }
-
-#: Elements worked on at a time, so that the temporaries stay in the cache and small beside the matrix.
-_CHUNK = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ def pack(weight: Tensor, layer: str | None = None) -> Packed24:
     flat = weight.detach().reshape(math.prod(weight.shape[:-1]), columns)
     values = torch.empty(flat.shape[0], kept, dtype=bits, device=weight.device)
     meta = torch.empty(flat.shape[0], meta_bytes, dtype=torch.uint8, device=weight.device)
-    step = max(1, _CHUNK // max(columns, 1))
+    step = max(1, CHUNK // max(columns, 1))
     for start in range(0, flat.shape[0], step):
         rows_now = slice(start, start + step)
         _pack_rows(flat[rows_now], values[rows_now], meta[rows_now], start, layer)
@@ -249,7 +246,7 @@ def validate(
         width = scale.shape[-1] if scale.dim() else 0
         if scale.shape[:-1] != values.shape[:-1] or not width or (width > 1 and groups % width):
             raise InputError(
-                f"weight_scale has shape {list(scale.shape)}; {rows} rows of {groups} groups need [{rows}, 1] "
+                f"weight_scale has shape {list(scale.shape)}; {rows} rows of {groups} groups need [n, 1] "
                 "or a width that divides the groups.",
                 layer=layer,
             )

@@ -13,6 +13,7 @@ dimensions, any device, contiguous or not. The corner cases, once and for all:
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor
 
 from twofour.errors import InputError
+
+#: Elements worked on at a time, so that temporaries stay in the cache and small beside the matrix.
+CHUNK = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def check_pattern(matrix: Tensor, n: int = 2, m: int = 4) -> PatternReport:
     """
     _require_n_of_m(n, m)
     groups = _grouped(matrix, m, fill=0)
-    kept = (groups != 0).sum(-1)
+    kept = (groups != 0).sum(-1, dtype=torch.int16)
     over = kept > n
     bad = int(over.sum())
     first = None
@@ -76,6 +80,17 @@ def keep_best(score: Tensor, n: int = 2, m: int = 4) -> Tensor:
     """
     _require_n_of_m(n, m)
     _require_no_nan(score)
+    if score.dim() == 0:
+        raise InputError("a scalar has no groups: expected at least one dimension.")
+    rows = score.detach().reshape(math.prod(score.shape[:-1]), score.shape[-1])
+    keep = torch.empty(rows.shape, dtype=torch.bool, device=score.device)
+    step = max(1, CHUNK // max(rows.shape[1], 1))
+    for start in range(0, rows.shape[0], step):
+        keep[start : start + step] = _keep_best_rows(rows[start : start + step], n, m)
+    return keep.reshape(score.shape)
+
+
+def _keep_best_rows(score: Tensor, n: int, m: int) -> Tensor:
     # Padding must lose every tie, -inf scores included: it stands furthest right, and ties go left.
     groups = _grouped(score, m, fill=-torch.inf)
     # Rank by counting the neighbours that beat an entry: m(m-1)/2 comparisons on whole tensors are

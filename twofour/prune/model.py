@@ -61,6 +61,7 @@ def prune_weight(layer: Layer, weight: Tensor, method: Magnitude) -> tuple[Tenso
         raise AssertionError(
             f"{layer.name}: {method.name} left {report.over} groups with more than two weights"
         )
-    norm = float(matrix.float().norm())
-    error = float((matrix.float() - new.float()).norm())
+    # vector_norm widens as it goes; .float() would copy the matrix.
+    norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32))
+    error = float(torch.linalg.vector_norm(matrix - new, dtype=torch.float32))
     return layer.from_matrix(new), {"relative_error": error / norm if norm else 0.0}
