@@ -1,0 +1,237 @@
+"""A whole decoder, dense against packed: prefill and decode of a model with the shapes of Llama-3-8B.
+
+The weights are random and made on the device, so no file is needed; times do not depend on what a model has
+learned. One model is built and measured dense, then the same weights are pruned, packed in place and
+measured again. In between, the logits of the pruned model before and after packing are compared.
+
+    prefill  one forward of batch × tokens without a cache, logits of the last token only
+    decode   one token for each of batch sequences, in a transformers StaticCache of `tokens` places that is
+             full with it. Keys and values are random: attention takes as long over them as over real ones
+
+A step of decode is replayed from a CUDA graph unless its case says otherwise, and leaves the cache as it
+found it, so that it can be repeated. With a StaticCache transformers builds a mask, and with a mask it copies
+the keys and values once for every query head that shares them ("sdpa", what a user gets). At large batches
+that takes longer than all the products together. "grouped" is the same function without the mask, which in a
+full cache hides nothing: what a serving engine's attention is like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from twofour.bench.products import free, one_line
+from twofour.bench.timing import Times, time_cpu, time_eager, time_graph
+from twofour.errors import InputError
+from twofour.nn.convert import packed_layers
+from twofour.progress import OnProgress, silent
+
+CONTENDERS = ("dense", "twofour")
+
+#: Llama-3-8B, but for the number of layers.
+LLAMA_3_8B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+
+#: Tokens of the text whose logits are compared.
+COMPARED_TOKENS = 64
+
+#: The name that transformers knows attention without a mask by.
+GROUPED = "twofour_bench_grouped"
+
+
+@dataclass(frozen=True)
+class Case:
+    what: Literal["prefill", "decode"]
+    batch: int
+    tokens: int  # prefill: of each sequence; decode: places in the cache, the new token's included
+    graph: bool = False
+    attention: Literal["sdpa", "grouped"] = "sdpa"
+
+
+CASES = (
+    Case("prefill", 1, 2048),
+    Case("prefill", 4, 2048),
+    Case("decode", 1, 1024),
+    *(Case("decode", batch, 1024, graph=True) for batch in (1, 16, 64)),
+    *(Case("decode", batch, 1024, graph=True, attention="grouped") for batch in (1, 16, 64)),
+)
+
+
+@torch.no_grad()
+def run_end_to_end(
+    layers: int = 32,
+    device: torch.device | str = "cuda",
+    contenders: Sequence[str] = CONTENDERS,
+    *,
+    cases: Sequence[Case] = CASES,
+    shape: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    on_progress: OnProgress = silent,
+) -> list[dict[str, Any]]:
+    """Measure every case dense and packed: one row each. `shape` overrides parts of Llama-3-8B's.
+
+    `times_dense` is the median of dense over that of the row. `resident_share` is what the tensors of the
+    packed layers take over what they took dense. A case that raises gives a row with "error".
+    """
+    if unknown := [c for c in contenders if c not in CONTENDERS]:
+        raise InputError(f"no contender {unknown[0]!r}.", hint=f"Choose from: {', '.join(CONTENDERS)}.")
+    device = torch.device(device)
+    model = build_model(layers, device, dtype, shape, seed)
+    total = len(cases) * len(contenders)
+    rows: list[dict[str, Any]] = []
+    dense: dict[Case, float] = {}
+    for contender in CONTENDERS:
+        if contender not in contenders:
+            continue
+        facts: dict[str, Any] = {"contender": contender, "layers": layers}
+        if contender == "twofour":
+            on_progress(len(rows), total, "pruning and packing")
+            facts |= prune_and_pack(model, seed)
+        for case in cases:
+            on_progress(len(rows), total, f"{contender}, {case.what} {case.batch}×{case.tokens}")
+            row = facts | _measure(model, case, seed)
+            if contender == "dense" and row["ms"]:
+                dense[case] = row["ms"]["p50"]
+            row["times_dense"] = dense[case] / row["ms"]["p50"] if row["ms"] and case in dense else None
+            rows.append(row)
+            free(device)
+    on_progress(total, total, "done")
+    return rows
+
+
+def build_model(
+    layers: int, device: torch.device, dtype: torch.dtype, shape: dict[str, Any] | None = None, seed: int = 0
+) -> Any:
+    """A Llama with random weights on the device, scaled so that a projection keeps the size of its input."""
+    from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # No mask is known under this name, so transformers makes none.
+    AttentionInterface.register(GROUPED, sdpa_attention_forward)
+    settings = LLAMA_3_8B | {"num_hidden_layers": layers} | (shape or {})
+    config = LlamaConfig(**settings, initializer_range=settings["hidden_size"] ** -0.5)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
+
+
+def prune_and_pack(model: Any, seed: int = 0) -> dict[str, Any]:
+    """Both in place, and what came of it: bytes, and how far the logits moved between pruned and packed."""
+    from twofour.io.pack import pack_
+    from twofour.prune.model import prune_
+    from twofour.select import select
+
+    tokens = _tokens(model, 1, COMPARED_TOKENS, seed + 1)
+    prune_(model)
+    chosen = select(model).layers
+    before = model(tokens, use_cache=False).logits.float()
+    dense_bytes = sum(model.get_parameter(f"{layer.name}.weight").nbytes for layer in chosen)
+    # One block at a time: packing all at once holds both forms of the whole model.
+    for block in range(model.config.num_hidden_layers):
+        pack_(model, include=[f"model.layers.{block}.*"], memory="small")
+    free(model.device)
+    resident = sum(_bytes_beside_bias(module) for module in packed_layers(model).values())
+    after = model(tokens, use_cache=False).logits.float()
+    error = (after - before).abs()
+    return {
+        "packed_layers": len(packed_layers(model)),
+        "resident_bytes": resident,
+        "dense_bytes": dense_bytes,
+        "resident_share": resident / dense_bytes,
+        "logits_max_relative_error": float(error.max() / before.abs().max()),
+        "logits_relative_error": float((after - before).norm() / before.norm()),
+        "logits_same_best": float((after.argmax(-1) == before.argmax(-1)).float().mean()),
+    }
+
+
+def _bytes_beside_bias(module: torch.nn.Module) -> int:
+    """All tensors a layer holds, so also a dense copy or a repacked form that a backend keeps."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return sum(tensor.nbytes for name, tensor in named if name != "bias")
+
+
+def _measure(model: Any, case: Case, seed: int) -> dict[str, Any]:
+    device = model.device
+    gpu = device.type == "cuda"
+    mode = "cpu" if not gpu else "graph" if case.graph else "eager"
+    row: dict[str, Any] = {"what": case.what, "batch": case.batch, "tokens": case.tokens, "mode": mode}
+    row |= {"attention": case.attention, "ms": None, "tokens_per_s": None, "peak_bytes": None}
+    model.set_attn_implementation(GROUPED if case.attention == "grouped" else "sdpa")
+    free(device)
+    if gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    row["model_bytes"] = torch.cuda.memory_allocated(device) if gpu else None
+    try:
+        step = (prefill_step if case.what == "prefill" else decode_step)(model, case, seed)
+        if not bool(step().isfinite().all()):
+            raise FloatingPointError("the logits are not finite")
+        row["ms"] = times = _time(step, mode)
+    except Exception as error:
+        row["error"] = one_line(error)
+        return row
+    new = case.batch * (case.tokens if case.what == "prefill" else 1)
+    row["tokens_per_s"] = new / times["p50"] * 1e3
+    row["peak_bytes"] = torch.cuda.max_memory_allocated(device) if gpu else None
+    return row
+
+
+def _time(step: Callable[[], Tensor], mode: str) -> Times:
+    if mode == "graph":
+        return time_graph([step])
+    return time_eager(step, repeats=30, seconds=5.0) if mode == "eager" else time_cpu(step)
+
+
+def prefill_step(model: Any, case: Case, seed: int = 0) -> Callable[[], Tensor]:
+    tokens = _tokens(model, case.batch, case.tokens, seed)
+
+    def step() -> Tensor:
+        logits: Tensor = model(tokens, use_cache=False, logits_to_keep=1).logits
+        return logits
+
+    return step
+
+
+def decode_step(model: Any, case: Case, seed: int = 0) -> Callable[[], Tensor]:
+    """One token after tokens - 1 others. All it reads has a fixed address, as a graph needs."""
+    from transformers import StaticCache
+
+    config, device = model.config, model.device
+    tokens = _tokens(model, case.batch, 1, seed)
+    position = torch.full((case.batch, 1), case.tokens - 1, device=device)
+    cache = StaticCache(config=config, max_cache_len=case.tokens)
+    heads = (config.num_key_value_heads, config.head_dim)
+    cache.early_initialization(case.batch, *heads, dtype=model.dtype, device=device)
+    random = torch.Generator(device).manual_seed(seed)
+    for layer in cache.layers:
+        layer.keys.normal_(generator=random)
+        layer.values.normal_(generator=random)
+        layer.cumulative_length.fill_(case.tokens - 1)
+    lengths = [layer.cumulative_length for layer in cache.layers]
+
+    def step() -> Tensor:
+        out = model(tokens, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        # Every layer counted the new token; one kernel takes it back, inside the graph.
+        torch._foreach_sub_(lengths, 1)
+        logits: Tensor = out.logits
+        return logits
+
+    return step
+
+
+def _tokens(model: Any, batch: int, tokens: int, seed: int) -> Tensor:
+    random = torch.Generator(model.device).manual_seed(seed)
+    vocabulary = model.config.vocab_size
+    return torch.randint(vocabulary, (batch, tokens), device=model.device, generator=random)

@@ -1,0 +1,188 @@
+"""How we time: what is in a figure, and what is kept out of it.
+
+* `time_graph`: the calls are captured in a CUDA graph and replays are timed with device events, so the host
+  is out of the figure. Give it one call per copy of the weight (`copies_past_l2`): a single weight of up to
+  60 MB stays in the L2 of a Hopper GPU from replay to replay, which no model that runs whole ever sees.
+* `time_eager`: device events around one plain call on an idle device. Here the host is in the figure.
+* `host_microseconds`: how long a plain call holds the host before it returns.
+* `time_cpu`: the same call on a machine without a GPU.
+
+All of them warm up first and give 20th, 50th and 80th percentiles, never a mean. Time on random data:
+a product of zeros draws less power, and a GPU at its power limit then runs faster than it ever will.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Call = Callable[[], object]
+
+#: Milliseconds by percentile: "p20", "p50", "p80".
+Times = dict[str, float]
+
+WARM_UP = 3
+
+#: A replay shorter than this would measure its launch; the calls are then captured several times over.
+REPLAY_MS = 2.0
+
+#: Calls in one graph at most: every call is several nodes, and capturing them takes host time.
+GRAPH_CALLS = 256
+
+#: Calls between two synchronisations while the host is timed: a full launch queue would block it.
+CALLS_IN_QUEUE = 8
+
+
+def percentiles(times: Sequence[float]) -> Times:
+    """
+    >>> percentiles([5.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+    {'p20': 2.0, 'p50': 3.5, 'p80': 5.0}
+    """
+    if len(times) == 1:
+        return {"p20": times[0], "p50": times[0], "p80": times[0]}
+    cuts = statistics.quantiles(times, n=5, method="inclusive")
+    return {"p20": cuts[0], "p50": statistics.median(times), "p80": cuts[3]}
+
+
+def copies_past_l2(weight_bytes: int, device: torch.device | str, times: float = 3.0) -> int:
+    """How many copies of a weight exceed `times` the L2 together, so that no copy is still there in its turn.
+
+    Ask with the bytes of the smallest form that will be timed, so that all contenders rotate alike.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, math.ceil(times * cache / max(weight_bytes, 1)))
+
+
+def time_graph(calls: Sequence[Call], repeats: int = 30) -> Times:
+    """Milliseconds per call, from replays of one CUDA graph of all of them in turn."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            for call in calls:
+                call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = _capture(calls, stream, rounds=1)
+    once = statistics.median(_replay(graph, 5))
+    rounds = min(math.ceil(REPLAY_MS / max(once, 1e-3)), max(1, GRAPH_CALLS // len(calls)))
+    if rounds > 1:
+        del graph  # its memory goes to the next one
+        graph = _capture(calls, stream, rounds)
+    return percentiles([ms / (rounds * len(calls)) for ms in _replay(graph, repeats)])
+
+
+def _capture(calls: Sequence[Call], stream: torch.cuda.Stream, rounds: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    return graph
+
+
+def _replay(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
+    for _ in range(WARM_UP):
+        graph.replay()
+    pairs = []
+    for _ in range(repeats):
+        start, end = _event(), _event()
+        start.record()
+        graph.replay()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairs]
+
+
+def time_eager(call: Call, repeats: int = 50, seconds: float = 1.0) -> Times:
+    """Milliseconds of one plain call on an idle device. The L2 is left as the call before it left it.
+
+    Stops after `seconds`, with at least five calls timed.
+    """
+    for _ in range(WARM_UP):
+        call()
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    begin = time.perf_counter()
+    while len(pairs) < repeats and (len(pairs) < 5 or time.perf_counter() - begin < seconds):
+        torch.cuda.synchronize()
+        start, end = _event(), _event()
+        start.record()
+        call()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return percentiles([start.elapsed_time(end) for start, end in pairs])
+
+
+def host_microseconds(call: Call, repeats: int = 200, seconds: float = 1.0) -> float:
+    """Host time of one plain call that nothing waits for: the median, in microseconds.
+
+    Stops after `seconds`, with at least 20 calls timed.
+    """
+    for _ in range(WARM_UP):
+        call()
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < repeats and (len(times) < 20 or time.perf_counter() - begin < seconds):
+        if len(times) % CALLS_IN_QUEUE == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def time_cpu(call: Call, repeats: int = 20, seconds: float = 1.0) -> Times:
+    """Milliseconds of one call on the CPU. Stops after `seconds`, with at least five calls timed."""
+    call()
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < repeats and (len(times) < 5 or time.perf_counter() - begin < seconds):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return percentiles(times)
+
+
+def about(device: torch.device | str) -> dict[str, Any]:
+    """The machine and the versions, without which a time says nothing."""
+    device = torch.device(device)
+    gpu = device.type == "cuda"
+    cusparselt = torch.backends.cusparselt.version() if gpu else None
+    return {
+        "gpu": torch.cuda.get_device_name(device) if gpu else None,
+        "driver": _driver() if gpu else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cusparselt": cusparselt,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0] if found else None
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)

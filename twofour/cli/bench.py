@@ -1,0 +1,181 @@
+"""`twofour bench`"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from twofour.cli.output import Json, note, print_json, progress, quiet_libraries, say, size, table
+from twofour.errors import InputError
+
+EXAMPLE = "Example: [bold]twofour bench --shapes 8B --tokens 1,16,2048[/]"
+
+DTYPES = ("bfloat16", "float16")
+
+NO_GPU = (
+    "There is no GPU here, and a CPU has no Sparse Tensor Cores: 2:4 saves memory on it, not time. "
+    "Measuring tiny shapes only, to show the rows."
+)
+
+#: One block of this size, and short texts, are what a CPU can do in seconds.
+TINY_MODEL = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def command(
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Products of these sizes: 8B, 70B or tiny. Default: 8B, or tiny on a CPU."
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="M,M,…", help="Tokens multiplied at once. Default: 1 to 8192.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    end_to_end: Annotated[
+        bool,
+        typer.Option(
+            "--end-to-end", help="Measure a whole model shaped like Llama-3-8B; products only with --shapes."
+        ),
+    ] = False,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of that model.")] = 32,
+    json: Json = False,
+) -> None:
+    """Time products and whole models, packed against dense, on this machine."""
+    import torch
+
+    from twofour.bench.timing import about
+
+    if dtype not in DTYPES:
+        raise InputError(f"cannot measure in {dtype!r}.", hint=f"Choose one of: {', '.join(DTYPES)}.")
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    counts = _counts(tokens) or ((1, 16, 64, 256, 1024, 2048, 4096, 8192) if gpu else (1, 16, 64))
+    if not gpu:
+        note(NO_GPU)
+    document: dict[str, Any] = {"verb": "bench", "about": about(device)}
+    if shapes is not None or not end_to_end:
+        document |= _products(shapes or "8B", counts, getattr(torch, dtype), device)
+    if end_to_end:
+        document["end_to_end"] = _end_to_end(layers, getattr(torch, dtype), device)
+    if json:
+        print_json(document)
+        return
+    machine = document["about"]
+    say(f"{machine['gpu'] or 'CPU'}, torch {machine['torch']}, {dtype}, {machine['date']}")
+    if "products" in document:
+        _show_products(document)
+    if end_to_end:
+        _show_end_to_end(document["end_to_end"])
+
+
+def _counts(tokens: str | None) -> tuple[int, ...] | None:
+    if tokens is None:
+        return None
+    parts = [part.strip() for part in tokens.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InputError(
+            f"--tokens {tokens!r} is not a list of positive numbers.", hint="Write it as 1,16,2048."
+        )
+    return tuple(int(part) for part in parts)
+
+
+def _products(shapes: str, counts: tuple[int, ...], dtype: Any, device: Any) -> dict[str, Any]:
+    from twofour.bench.products import measure_ceilings, named_shapes, run_products
+
+    chosen = named_shapes(shapes)  # a name that does not exist is an error on any machine
+    if device.type != "cuda":
+        chosen = named_shapes("tiny")
+    ceilings = measure_ceilings(device, dtype)
+    with progress("measuring products") as on_progress:
+        rows = run_products(chosen, counts, dtype, device, ceilings=ceilings, on_progress=on_progress)
+    return {"ceilings": asdict(ceilings), "products": rows}
+
+
+def _end_to_end(layers: int, dtype: Any, device: Any) -> list[dict[str, Any]]:
+    from twofour.bench.end_to_end import Case, run_end_to_end
+
+    quiet_libraries()
+    options: dict[str, Any] = {}
+    if device.type != "cuda":
+        layers = min(layers, 2)
+        options = {"shape": TINY_MODEL, "cases": (Case("prefill", 1, 64), Case("decode", 1, 64))}
+    with progress("measuring a model") as on_progress:
+        return run_end_to_end(layers, device, dtype=dtype, on_progress=on_progress, **options)
+
+
+def _show_products(document: dict[str, Any]) -> None:
+    ceilings, rows = document["ceilings"], document["products"]
+    say(
+        f"A copy reaches {ceilings['copy_gb_s']:.0f} GB/s here, a dense product "
+        f"{ceilings['matmul_tflops']:.3g} TFLOP/s; the roofline is made of these."
+    )
+    shown = []
+    for row in rows:
+        times, ratio = row["graph_ms"] or row["eager_ms"], row["times_dense_graph"]
+        if row["graph_ms"] is None:
+            ratio = row["times_dense_eager"]
+        shown.append(
+            (
+                f"{row['shape']} {row['rows']}×{row['columns']}",
+                row["tokens"],
+                row["contender"],
+                "failed" if "error" in row else f"{times['p50']:.4f}",
+                _figure(ratio, "{:.2f}"),
+                _figure(row["host_us"], "{:.0f}"),
+                _figure(row["roofline_share"], "{:.0%}"),
+            )
+        )
+    columns = ("shape", "tokens", "contender", "ms", "× dense", "host µs", "% roofline")
+    table("Products y = x·Wᵀ", columns, shown)
+    _show_errors(f"{row['contender']}: {row['error']}" for row in rows if "error" in row)
+
+
+def _show_end_to_end(rows: list[dict[str, Any]]) -> None:
+    shown = [
+        (
+            f"{row['what']} {row['batch']}×{row['tokens']}, {row['mode']}, {row['attention']}",
+            row["contender"],
+            "failed" if "error" in row else f"{row['ms']['p50']:.3f}",
+            _figure(row["times_dense"], "{:.2f}"),
+            _figure(row["tokens_per_s"], "{:.0f}"),
+            "" if row["peak_bytes"] is None else size(row["peak_bytes"]),
+        )
+        for row in rows
+    ]
+    columns = ("what", "contender", "ms", "× dense", "tokens/s", "peak memory")
+    table(f"A model of {rows[0]['layers']} layers", columns, shown)
+    for row in rows:
+        if "resident_share" in row:
+            say(
+                f"{row['packed_layers']} packed layers take {row['resident_share']:.1%} of their dense bytes; "
+                f"logits differ from the pruned dense model by {row['logits_max_relative_error']:.1e} at most, "
+                f"of the largest."
+            )
+            break
+    _show_errors(
+        f"{row['contender']}, {row['what']} {row['batch']}×{row['tokens']}: {row['error']}"
+        for row in rows
+        if "error" in row
+    )
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _show_errors(errors: Iterable[str]) -> None:
+    from rich.markup import escape
+
+    for error in dict.fromkeys(errors):  # the same failure at every size is said once
+        say(f"[yellow]failed[/] {escape(error)}")

@@ -1,0 +1,231 @@
+// y[tokens, n] = x[tokens, k] · Wᵀ (+ bias) for few tokens, W packed 2:4, 16 bit, on Hopper (sm_90a).
+//
+// Few tokens means that the time is the time to read W once, so everything serves that stream:
+// * W is read in the checkpoint's own row-major layout (values [n, k/2], positions [n, k/8]) by the tensor
+//   copy engine, which swizzles the tiles into shared memory as wgmma reads them. Nothing is repacked.
+// * One warp only issues copies, STAGES tiles ahead; WARPGROUPS × 128 threads multiply (64 rows each).
+// * W is wgmma's sparse operand A, the tokens are its N: one instruction is 64 rows × TOKENS × 32 columns.
+// * A cluster of SPLIT blocks shares the columns of one row block and adds up its parts through distributed
+//   shared memory, in a fixed order: the result does not depend on timing.
+// * The next kernel of the stream may start while this one ends ("programmatic dependent launch"): W does
+//   not depend on the kernel before, so its first tiles are asked for before that one has finished.
+//
+// Compiled per configuration: TOKENS (8…256), WARPGROUPS, SPLIT, STAGES, STEP and FP16 or bf16; WGMMA(…) is
+// generated. Tiles beyond the edges of W and x are filled with zeros by the copy engine, so any n, and any k
+// that is a multiple of 128, works; outputs beyond n or tokens are not written.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+constexpr int ROWS = 64 * WARPGROUPS;             // rows of W per block
+constexpr int CONSUMERS = 128 * WARPGROUPS;
+constexpr int A_BOX = ROWS * 128;                 // 64 values, that is 128 columns, of each row
+constexpr int A_BYTES = A_BOX * (STEP / 128);
+constexpr int B_BOX = TOKENS * 128;               // 64 columns of x
+constexpr int B_BYTES = B_BOX * (STEP / 64);
+constexpr int E_PITCH = STEP / 8;                 // bytes of positions a row
+constexpr int E_BYTES = ROWS * E_PITCH;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES + E_BYTES;
+constexpr int ACCUMULATORS = TOKENS / 2;          // floats a thread
+constexpr int SHARE = ACCUMULATORS / SPLIT;       // of which each block of a cluster finishes so many
+
+struct alignas(64) TensorMap { char opaque[128]; };
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, int phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nwaiting:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\nbra waiting;\nfinished:\n}" ::"r"(barrier), "r"(phase) : "memory");
+}
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// A shared-memory matrix of 128-byte rows under the 128-byte swizzle: 8 rows are 1024 bytes.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ u16 to_16_bit(float value) {
+  u16 out;
+#if FP16
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+#endif
+  return out;
+}
+__device__ __forceinline__ float from_16_bit(u16 value) {
+#if FP16
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value));
+  return out;
+#else
+  return __uint_as_float((u32)value << 16);
+#endif
+}
+
+extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
+decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
+       const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n,
+       int tokens, int steps) {
+  extern __shared__ char unaligned[];
+  // By the same amount in every block of a cluster, which address each other's shared memory.
+  char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
+  float* gathered = (float*)(shared + STAGES * STAGE_BYTES);  // [SPLIT][SHARE][CONSUMERS]
+  __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
+
+  const int warp = threadIdx.x / 32;
+  const int rank = blockIdx.x % SPLIT, block = blockIdx.x / SPLIT;
+  const int first = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - first;
+
+  if (warp == 4 * WARPGROUPS) {  // the copying warp
+    if (threadIdx.x % 32 == 0) {
+      prefetch_map(&values);
+      prefetch_map(&positions);
+      prefetch_map(&x);
+      for (int s = 0; s < STAGES; ++s) {
+        barrier_init(shared_address(&full[s]), 1);
+        barrier_init(shared_address(&empty[s]), WARPGROUPS);
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+  }
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  __syncthreads();
+  if (SPLIT > 1) cluster_arrive();
+
+  if (warp == 4 * WARPGROUPS) {
+    if (threadIdx.x % 32 == 0) {
+      u64 once, often;  // weights pass through the cache once; x is wanted again by every block
+      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
+      asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(often));
+      auto copy_weights = [&](int i) {
+        const int s = i % STAGES, step = first + i;
+        const u32 barrier = shared_address(&full[s]), tile = shared_address(shared) + s * STAGE_BYTES;
+        barrier_expect(barrier, STAGE_BYTES);
+#pragma unroll
+        for (int j = 0; j < STEP / 128; ++j)
+          copy_tile(tile + j * A_BOX, &values, step * (STEP / 2) + 64 * j, block * ROWS, barrier, once);
+        copy_tile(tile + A_BYTES + B_BYTES, &positions, step * E_PITCH, block * ROWS, barrier, once);
+      };
+      auto copy_x = [&](int i) {
+        const int s = i % STAGES, step = first + i;
+        const u32 barrier = shared_address(&full[s]), tile = shared_address(shared) + s * STAGE_BYTES + A_BYTES;
+#pragma unroll
+        for (int j = 0; j < STEP / 64; ++j)
+          copy_tile(tile + j * B_BOX, &x, step * STEP + 64 * j, 0, barrier, often);
+      };
+      const int ahead = min(STAGES, count);
+      for (int i = 0; i < ahead; ++i) copy_weights(i);
+      asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the work of the kernel before
+      for (int i = 0; i < ahead; ++i) copy_x(i);
+      for (int i = ahead; i < count; ++i) {
+        barrier_wait(shared_address(&empty[i % STAGES]), (i / STAGES + 1) & 1);
+        copy_weights(i);
+        copy_x(i);
+      }
+    }
+    if (SPLIT > 1) {  // the cluster's barriers count every thread
+      __syncwarp();
+      cluster_wait();
+      cluster_arrive();
+    }
+    return;
+  }
+
+  const int group = warp / 4, lane = threadIdx.x % 32;
+  // This thread's rows of a 64-row tile, in the accumulators and in the positions alike: `row` and `row` + 8.
+  const int row = 64 * group + 16 * (warp % 4) + lane / 4;
+  float sum[ACCUMULATORS];
+#pragma unroll
+  for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0.f;
+
+  for (int i = 0; i < count; ++i) {
+    const int s = i % STAGES;
+    barrier_wait(shared_address(&full[s]), (i / STAGES) & 1);
+    const char* tile = shared + s * STAGE_BYTES;
+    // One word of positions serves two steps of 32 columns: lanes 0 and 1 of a quad the first, 2 and 3 the
+    // second. So a lane wants the 2 bytes of its 16 columns, of both its rows, in each 64 columns.
+    const char* e = tile + A_BYTES + B_BYTES + row * E_PITCH + 2 * (lane % 4);
+    u32 places[STEP / 64];
+#pragma unroll
+    for (int j = 0; j < STEP / 64; ++j)
+      places[j] = *(const u16*)(e + 8 * j) | (u32) * (const u16*)(e + 8 * j + 8 * E_PITCH) << 16;
+    const u64 a = descriptor(shared_address(tile) + group * 64 * 128);
+    const u64 b = descriptor(shared_address(tile) + A_BYTES);
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j])::"memory");
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    // 32 columns are 16 values = 32 bytes of A and 64 bytes of x; descriptors count in units of 16 bytes.
+#pragma unroll
+    for (int j = 0; j < STEP / 64; ++j) {
+      const u64 a64 = a + (j / 2) * (A_BOX >> 4) + 4 * (j % 2), b64 = b + j * (B_BOX >> 4);
+      WGMMA(sum, a64, b64, places[j], 0);
+      WGMMA(sum, a64 + 2, b64 + 4, places[j], 1);
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j])::"memory");
+    if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(&empty[s]));
+  }
+
+  if (SPLIT > 1) {
+    cluster_wait();  // all blocks have started, so their shared memory is there
+    // Every block sends each other block that one's share of the sums, then adds up what it was sent.
+#pragma unroll
+    for (int to = 0; to < SPLIT; ++to) {
+      u32 there;
+      const u32 here = shared_address(gathered + (rank * SHARE) * CONSUMERS + threadIdx.x);
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(to));
+#pragma unroll
+      for (int j = 0; j < SHARE; ++j)
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there + j * CONSUMERS * 4), "f"(sum[to * SHARE + j])
+                     : "memory");
+    }
+    cluster_arrive();
+    cluster_wait();
+#pragma unroll
+    for (int j = 0; j < SHARE; ++j) {
+      float total = 0.f;
+#pragma unroll
+      for (int from = 0; from < SPLIT; ++from) total += gathered[(from * SHARE + j) * CONSUMERS + threadIdx.x];
+      sum[j] = total;
+    }
+  }
+
+  const int at = block * ROWS + row;
+  const float low = bias && at < n ? from_16_bit(bias[at]) : 0.f;
+  const float high = bias && at + 8 < n ? from_16_bit(bias[at + 8]) : 0.f;
+#pragma unroll
+  for (int i = 0; i < SHARE; ++i) {
+    const int j = rank * SHARE + i;  // which accumulator of the tile this is
+    const int token = 8 * (j / 4) + 2 * (lane % 4) + j % 2, here = at + (j % 4 < 2 ? 0 : 8);
+    if (token < tokens && here < n) y[(long long)token * n + here] = to_16_bit(sum[i] + (j % 4 < 2 ? low : high));
+  }
+}

@@ -1,0 +1,224 @@
+"""Few tokens on Hopper: the kernel of cuda/decode_sm90.cu, which reads the packed tensors as they are.
+
+`linear` multiplies up to 256 tokens. The positions' row pitch must be a multiple of 16 bytes for the copy
+engine, so k must be a multiple of 128. Nothing is repacked and nothing is kept per layer but the two
+128-byte descriptions of its tensors ("tensor maps"), which stay right as long as address and shape do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twofour.kernels import nvrtc
+
+MOST_TOKENS = 256
+_SHARED_BYTES = 227 << 10  # of a multiprocessor
+_ELEMENT = {torch.float16: 6, torch.bfloat16: 9, torch.uint8: 0}  # CUtensorMapDataType
+_SWIZZLE_128 = 3
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is compiled.
+
+    Tokens it has room for, warpgroups of 64 rows a block, blocks that share a row block's columns, columns a
+    tile, tiles in flight.
+    """
+
+    tokens: int
+    warpgroups: int
+    split: int
+    step: int
+    stages: int
+
+    @property
+    def shared_bytes(self) -> int:
+        sums = 64 * self.warpgroups * self.tokens * 4 if self.split > 1 else 0
+        return self.stages * self.stage_bytes + sums + 1024  # alignment
+
+    @property
+    def stage_bytes(self) -> int:
+        return 64 * self.warpgroups * (self.step + self.step // 8) + 2 * self.step * self.tokens
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups + 32
+
+
+def why_not(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | None:
+    """The reason why this backend cannot run a layer, None if it can."""
+    if device.type != "cuda":
+        return "it needs a CUDA device"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "it is written for compute capability 9.0 (Hopper)"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it multiplies float16 and bfloat16, not {dtype}"
+    if k % 128:
+        return f"it needs a multiple of 128 columns, not {k}"
+    return None
+
+
+def configs(tokens: int) -> list[Config]:
+    """Candidates for a number of tokens."""
+    room = next((t for t in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256) if t >= tokens), None)
+    if room is None:
+        return []
+    found = []
+    for blocks, warpgroups, split, step in itertools.product((2, 1, 3), (1, 2, 4), (1, 2, 4, 8), (128, 256)):
+        registers = 65536 // blocks // (128 * warpgroups + 32)
+        one = Config(room, warpgroups, split, step, 1)
+        stages = (_SHARED_BYTES // blocks - 1024 - one.shared_bytes + one.stage_bytes) // one.stage_bytes
+        if stages >= 2 and room // 2 + 48 <= min(registers, 255) and (room // 2) % split == 0:
+            found.append(Config(room, warpgroups, split, step, min(stages, 16)))
+    return found
+
+
+def linear(
+    x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, config: Config, out: Tensor | None = None
+) -> Tensor:
+    """x [tokens, k] · Wᵀ + bias with at most `config.tokens` tokens."""
+    tokens, k = x.shape
+    n = values.shape[0]
+    device = x.device.index
+    if out is None:
+        out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    launch = _launch(values.data_ptr(), meta.data_ptr(), n, k, values.dtype, config, device)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    launch(x.data_ptr(), tokens, out.data_ptr(), 0 if bias is None else bias.data_ptr(), stream)
+    return out
+
+
+def source(config: Config, dtype: torch.dtype) -> str:
+    """The CUDA source with its constants, and the one instruction whose operands depend on them."""
+    kind = "f16" if dtype == torch.float16 else "bf16"
+    count = config.tokens // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"((d)[{i}])' for i in range(count))
+    instruction = (
+        f"wgmma.mma_async.sp.sync.aligned.m64n{config.tokens}k32.f32.{kind}.{kind} "
+        f"{{{sums}}}, %{count}, %{count + 1}, %{count + 2}, %{count + 3}, 1, 1, 1, 0, 0;"
+    )
+    return (
+        f"#define TOKENS {config.tokens}\n#define WARPGROUPS {config.warpgroups}\n#define SPLIT {config.split}\n"
+        f"#define STEP {config.step}\n#define STAGES {config.stages}\n"
+        f"#define FP16 {int(dtype == torch.float16)}\n"
+        f'#define WGMMA(d, a, b, e, selector) asm volatile("{instruction}" '
+        f': {outputs} : "l"(a), "l"(b), "r"(e), "n"(selector))\n' + _text()
+    )
+
+
+@cache
+def _text() -> str:
+    return files("twofour.kernels").joinpath("cuda/decode_sm90.cu").read_text()
+
+
+class _Launch:
+    """One layer under one configuration: everything but x, the output and the stream is set once."""
+
+    def __init__(
+        self, values: int, meta: int, n: int, k: int, dtype: torch.dtype, config: Config, device: int
+    ) -> None:
+        function = nvrtc.load(source(config, dtype), "sm_90a", "decode", config.shared_bytes, device)
+        rows = 64 * config.warpgroups
+        self.lock = threading.Lock()
+        maps = _aligned(3 * 128, 128)
+        _describe(maps, dtype, values, (k // 2, n), k, (64, rows), _SWIZZLE_128)
+        _describe(maps + 128, torch.uint8, meta, (k // 8, n), k // 8, (config.step // 8, rows), 0)
+        self.pointers = (ctypes.c_uint64 * 2)()  # y, bias
+        self.numbers = (ctypes.c_int * 3)(n, 0, -(-k // config.step))
+        at, number = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
+        where = [maps, maps + 128, maps + 256, at, at + 8, number, number + 4, number + 8]
+        arguments = (ctypes.c_void_p * len(where))(*where)
+        self.encode_x = _encoder(maps + 256, dtype, k, config.tokens)
+        self.run = nvrtc.launcher(
+            function, -(-n // rows) * config.split, config.threads, config.shared_bytes, arguments
+        )
+
+    def __call__(self, x: int, tokens: int, out: int, bias: int, stream: int) -> None:
+        with self.lock:  # the driver copies the arguments before it returns
+            self.encode_x(x, tokens)
+            self.pointers[:] = [out, bias]
+            self.numbers[1] = tokens
+            self.run(stream)
+
+
+@lru_cache(maxsize=8192)
+def _launch(
+    values: int, meta: int, n: int, k: int, dtype: torch.dtype, config: Config, device: int
+) -> _Launch:
+    return _Launch(values, meta, n, k, dtype, config, device)
+
+
+def _encoder(at: int, dtype: torch.dtype, k: int, box_tokens: int) -> Any:
+    """A call (address, tokens) that describes x at `at`, with all that does not change made once."""
+    encode = nvrtc.driver().cuTensorMapEncodeTiled
+    sizes, pitch = (ctypes.c_uint64 * 2)(k, 0), (ctypes.c_uint64 * 1)(2 * k)
+    box, ones = (ctypes.c_uint32 * 2)(64, box_tokens), (ctypes.c_uint32 * 2)(1, 1)
+    target = ctypes.c_void_p(at)
+
+    def describe_x(address: int, tokens: int) -> None:
+        sizes[1] = tokens
+        status = encode(
+            target,
+            _ELEMENT[dtype],
+            2,
+            ctypes.c_void_p(address),
+            sizes,
+            pitch,
+            box,
+            ones,
+            0,
+            _SWIZZLE_128,
+            2,
+            0,
+        )
+        if status:
+            nvrtc.check(status, "cuTensorMapEncodeTiled")
+
+    return describe_x
+
+
+def _describe(
+    at: int,
+    dtype: torch.dtype,
+    address: int,
+    sizes: tuple[int, int],
+    pitch: int,
+    box: tuple[int, int],
+    swizzle: int,
+) -> None:
+    """Write the description of a row-major matrix, [sizes[1], sizes[0]] with `pitch` bytes a row, at `at`."""
+    status = nvrtc.driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at),
+        _ELEMENT[dtype],
+        2,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(*sizes),
+        (ctypes.c_uint64 * 1)(pitch),
+        (ctypes.c_uint32 * 2)(*box),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,
+        swizzle,
+        2,  # 128-byte promotion in L2
+        0,  # zeros beyond the edges
+    )
+    nvrtc.check(status, "cuTensorMapEncodeTiled")
+
+
+_kept: list[Any] = []
+
+
+def _aligned(size: int, alignment: int) -> int:
+    """The address of memory that lives as long as the process."""
+    buffer = ctypes.create_string_buffer(size + alignment)
+    _kept.append(buffer)
+    return -(-ctypes.addressof(buffer) // alignment) * alignment
