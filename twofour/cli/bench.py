@@ -61,9 +61,10 @@ def command(
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     counts = _counts(tokens) or ((1, 16, 64, 256, 1024, 2048, 4096, 8192) if gpu else (1, 16, 64))
+    document: dict[str, Any] = {"verb": "bench", "about": about(device)}
     if not gpu:
         note(NO_GPU)
-    document: dict[str, Any] = {"verb": "bench", "about": about(device)}
+        document["note"] = NO_GPU
     if shapes is not None or not end_to_end:
         document |= _products(shapes or "8B", counts, getattr(torch, dtype), device)
     if end_to_end:
@@ -155,14 +156,13 @@ def _show_end_to_end(rows: list[dict[str, Any]]) -> None:
     ]
     columns = ("what", "contender", "ms", "× dense", "tokens/s", "peak memory")
     table(f"A model of {rows[0]['layers']} layers", columns, shown)
-    for row in rows:
-        if "resident_share" in row:
-            say(
-                f"{row['packed_layers']} packed layers take {row['resident_share']:.1%} of their dense bytes; "
-                f"logits differ from the pruned dense model by {row['logits_max_relative_error']:.1e} at most, "
-                f"of the largest."
-            )
-            break
+    packed = next((row for row in rows if "resident_share" in row), None)
+    if packed is not None:
+        say(
+            f"{packed['packed_layers']} packed layers take {packed['resident_share']:.1%} of their dense "
+            f"bytes. Against the pruned dense model the logits differ by at most "
+            f"{packed['logits_max_relative_error']:.1e} of the largest."
+        )
     _show_errors(
         f"{row['contender']}, {row['what']} {row['batch']}×{row['tokens']}: {row['error']}"
         for row in rows

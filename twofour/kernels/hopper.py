@@ -20,7 +20,6 @@ from torch import Tensor
 
 from twofour.kernels import nvrtc
 
-MOST_TOKENS = 256
 _SHARED_BYTES = 227 << 10  # of a multiprocessor
 _ELEMENT = {torch.float16: 6, torch.bfloat16: 9, torch.uint8: 0}  # CUtensorMapDataType
 _SWIZZLE_128 = 3
@@ -31,7 +30,7 @@ class Config:
     """How the kernel is compiled.
 
     Tokens it has room for, warpgroups of 64 rows a block, blocks that share a row block's columns, columns a
-    tile, tiles in flight.
+    tile, tiles in flight, row blocks that are worked on together when there are several tiles of tokens.
     """
 
     tokens: int
@@ -39,6 +38,7 @@ class Config:
     split: int
     step: int
     stages: int
+    grouped: int = 16
 
     @property
     def shared_bytes(self) -> int:
@@ -68,10 +68,14 @@ def why_not(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | N
 
 
 def configs(tokens: int) -> list[Config]:
-    """Candidates for a number of tokens."""
+    """Candidates for a number of tokens: one tile if they fit into it, otherwise large tiles."""
     room = next((t for t in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256) if t >= tokens), None)
     if room is None:
-        return []
+        return [c for t in (128, 192, 256) for c in _configs(t) if c.split == 1 and c.warpgroups > 1]
+    return _configs(room)
+
+
+def _configs(room: int) -> list[Config]:
     found = []
     for blocks, warpgroups, split, step in itertools.product((2, 1, 3), (1, 2, 4), (1, 2, 4, 8), (128, 256)):
         registers = 65536 // blocks // (128 * warpgroups + 32)
@@ -134,21 +138,23 @@ class _Launch:
         _describe(maps, dtype, values, (k // 2, n), k, (64, rows), _SWIZZLE_128)
         _describe(maps + 128, torch.uint8, meta, (k // 8, n), k // 8, (config.step // 8, rows), 0)
         self.pointers = (ctypes.c_uint64 * 2)()  # y, bias
-        self.numbers = (ctypes.c_int * 3)(n, 0, -(-k // config.step))
+        self.blocks, self.room, self.split = -(-n // rows), config.tokens, config.split
+        # n, tokens, steps, row blocks, tiles of tokens, row blocks that share the cache
+        self.numbers = (ctypes.c_int * 6)(n, 0, -(-k // config.step), self.blocks, 1, config.grouped)
         at, number = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
-        where = [maps, maps + 128, maps + 256, at, at + 8, number, number + 4, number + 8]
+        where = [maps, maps + 128, maps + 256, at, at + 8, *range(number, number + 24, 4)]
         arguments = (ctypes.c_void_p * len(where))(*where)
         self.encode_x = _encoder(maps + 256, dtype, k, config.tokens)
-        self.run = nvrtc.launcher(
-            function, -(-n // rows) * config.split, config.threads, config.shared_bytes, arguments
-        )
+        self.run = nvrtc.launcher(function, config.threads, config.shared_bytes, arguments)
 
     def __call__(self, x: int, tokens: int, out: int, bias: int, stream: int) -> None:
         with self.lock:  # the driver copies the arguments before it returns
             self.encode_x(x, tokens)
             self.pointers[:] = [out, bias]
+            tiles = -(-tokens // self.room)
             self.numbers[1] = tokens
-            self.run(stream)
+            self.numbers[4] = tiles
+            self.run(self.blocks * tiles * self.split, stream)
 
 
 @lru_cache(maxsize=8192)

@@ -162,20 +162,21 @@ _MAY_START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 def launcher(
-    function: ctypes.c_void_p, grid: int, threads: int, shared_bytes: int, arguments: Any
-) -> Callable[[int], None]:
-    """A call (stream) that launches a kernel with arguments which are read at each launch.
+    function: ctypes.c_void_p, threads: int, shared_bytes: int, arguments: Any
+) -> Callable[[int, int], None]:
+    """A call (blocks, stream) that launches a kernel with arguments which are read at each launch.
 
     The kernel may start while the one before it in the stream still runs: it must wait for that one itself
     (griddepcontrol.wait) before it touches what it made.
     """
     early = _Attribute(id=_MAY_START_EARLY)
     early.value[0] = 1
-    config = _Launch((grid, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(early), 1)
+    config = _Launch((1, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(early), 1)
     at = ctypes.addressof(config)
     run = driver().cuLaunchKernelEx
 
-    def launch(stream: int) -> None:
+    def launch(blocks: int, stream: int) -> None:
+        config.grid[0] = blocks
         config.stream = stream
         status = run(at, function, arguments, None)
         if status:

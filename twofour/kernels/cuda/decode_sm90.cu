@@ -92,7 +92,7 @@ __device__ __forceinline__ float from_16_bit(u16 value) {
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
 decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
        const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n,
-       int tokens, int steps) {
+       int tokens, int steps, int blocks, int tiles, int grouped) {
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which address each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
@@ -100,7 +100,12 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
   __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
 
   const int warp = threadIdx.x / 32;
-  const int rank = blockIdx.x % SPLIT, block = blockIdx.x / SPLIT;
+  // Blocks that run at the same time work on `grouped` row blocks and neighbouring tiles of tokens, so that
+  // what they read of W and x is still in the cache for each other.
+  const int rank = blockIdx.x % SPLIT, unit = blockIdx.x / SPLIT;
+  const int set = unit / (grouped * tiles) * grouped, rows_in_set = min(grouped, blocks - set);
+  const int block = set + unit % (grouped * tiles) % rows_in_set;
+  const int first_token = unit % (grouped * tiles) / rows_in_set * TOKENS;
   const int first = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - first;
 
   if (warp == 4 * WARPGROUPS) {  // the copying warp
@@ -139,7 +144,7 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
         const u32 barrier = shared_address(&full[s]), tile = shared_address(shared) + s * STAGE_BYTES + A_BYTES;
 #pragma unroll
         for (int j = 0; j < STEP / 64; ++j)
-          copy_tile(tile + j * B_BOX, &x, step * STEP + 64 * j, 0, barrier, often);
+          copy_tile(tile + j * B_BOX, &x, step * STEP + 64 * j, first_token, barrier, often);
       };
       const int ahead = min(STAGES, count);
       for (int i = 0; i < ahead; ++i) copy_weights(i);
@@ -189,11 +194,15 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
       WGMMA(sum, a64, b64, places[j], 0);
       WGMMA(sum, a64 + 2, b64 + 4, places[j], 1);
     }
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+    // One tile's products stay in flight while the next tile is prepared; the tile before is done then.
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j])::"memory");
-    if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(&empty[s]));
+    if (i > 0 && threadIdx.x % 128 == 0) barrier_arrive(shared_address(&empty[(i - 1) % STAGES]));
   }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j])::"memory");
 
   if (SPLIT > 1) {
     cluster_wait();  // all blocks have started, so their shared memory is there
@@ -225,7 +234,7 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
 #pragma unroll
   for (int i = 0; i < SHARE; ++i) {
     const int j = rank * SHARE + i;  // which accumulator of the tile this is
-    const int token = 8 * (j / 4) + 2 * (lane % 4) + j % 2, here = at + (j % 4 < 2 ? 0 : 8);
+    const int token = first_token + 8 * (j / 4) + 2 * (lane % 4) + j % 2, here = at + (j % 4 < 2 ? 0 : 8);
     if (token < tokens && here < n) y[(long long)token * n + here] = to_16_bit(sum[i] + (j % 4 < 2 ? low : high));
   }
 }

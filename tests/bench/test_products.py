@@ -1,0 +1,205 @@
+"""The rows of products: their fields, how they follow from the times, and what a failure leaves."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from twofour.bench import timing
+from twofour.bench.products import (
+    CONTENDERS,
+    SHAPES,
+    Ceilings,
+    Contender,
+    dense_bytes,
+    measure_ceilings,
+    named_shapes,
+    one_line,
+    packed_bytes,
+    run_products,
+)
+from twofour.errors import InputError
+from twofour.pattern import check_pattern
+
+CEILINGS = Ceilings(copy_gb_s=100.0, matmul_tflops=1.0)
+SHAPE = {"s": (96, 64)}
+
+
+def rows_of(contenders=None, **options):
+    options = {"tokens": [4], "dtype": torch.float32, "device": "cpu", "ceilings": CEILINGS, **options}
+    return run_products(SHAPE, contenders=contenders, **options)
+
+
+def without(*names):
+    return {name: c for name, c in CONTENDERS.items() if name not in names}
+
+
+def test_a_row_for_every_shape_tokens_and_contender():
+    shapes = {"a": (32, 64), "b": (64, 32)}
+    rows = run_products(shapes, [1, 8], torch.float32, "cpu", without("torch24"), ceilings=CEILINGS)
+    assert [(r["shape"], r["tokens"], r["contender"]) for r in rows] == [
+        (shape, tokens, contender)
+        for shape in shapes
+        for tokens in (1, 8)
+        for contender in ("dense", "twofour")
+    ]
+    assert {tuple(r) for r in rows} == {tuple(rows[0])}, "every row has the same fields"
+    assert all(r["rows"] == shapes[r["shape"]][0] and r["columns"] == shapes[r["shape"]][1] for r in rows)
+    assert all("error" not in r and r["dtype"] == "float32" for r in rows)
+
+
+def test_what_follows_from_the_times():
+    dense, sparse = rows_of(without("torch24"), tokens=[16])
+    for row, weight, work in ((dense, 96 * 64 * 4, 1.0), (sparse, 96 * (32 * 4 + 8), 0.5)):
+        times = row["eager_ms"]
+        assert times["p20"] <= times["p50"] <= times["p80"]
+        seconds = times["p50"] / 1e3
+        assert row["times_dense_eager"] == pytest.approx(dense["eager_ms"]["p50"] / times["p50"])
+        assert row["weight_gb_s"] == pytest.approx(weight / seconds / 1e9)
+        assert row["tflops"] == pytest.approx(2 * 16 * 96 * 64 / seconds / 1e12)
+        floor = max((weight + 16 * (96 + 64) * 4) / 100e9, 2 * 16 * 96 * 64 * work / 1e12)
+        assert row["roofline_share"] == pytest.approx(floor / seconds)
+        assert row["graph_ms"] is None
+        assert row["times_dense_graph"] is None
+        assert row["host_us"] is None
+    assert dense["times_dense_eager"] == 1.0
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_errors_are_small_and_beside_those_of_dense(dtype, limit, bias):
+    dense, sparse = rows_of(without("torch24"), dtype=dtype, bias=bias, copies=3)
+    assert 0 < dense["relative_error"] < limit
+    assert dense["relative_error"] == dense["dense_relative_error"] == sparse["dense_relative_error"]
+    assert 0 < sparse["relative_error"] < limit
+    assert sparse["copies"] == 3
+
+
+def test_a_wrong_product_shows_in_its_error():
+    def halved(weights, bias):
+        return [lambda x, w=w: F.linear(x, w / 2) for w in weights]
+
+    def mixed_up(weights, bias):
+        return [lambda x: F.linear(x, weights[0]) for _ in weights]
+
+    def nan(weights, bias):
+        return [lambda x, w=w: F.linear(x, w) * torch.nan for w in weights]
+
+    rows = rows_of({"halved": halved, "mixed_up": mixed_up, "nan": nan}, copies=2)
+    assert rows[0]["relative_error"] == pytest.approx(0.5, rel=1e-4)
+    assert rows[1]["relative_error"] > 0.5
+    assert rows[2]["relative_error"] != rows[2]["relative_error"]
+
+
+def test_contenders_can_be_added_and_get_2_of_4():
+    seen = []
+
+    def own(weights, bias):
+        seen.extend(weights)
+        return [lambda x, w=w: F.linear(x, w) for w in weights]
+
+    eighth = Contender(own, lambda rows, columns, dtype: rows * columns / 8, work=0.25)
+    rows = rows_of({"own": own, "eighth": eighth, **without("torch24")}, copies=2)
+    assert [r["contender"] for r in rows] == ["dense", "own", "eighth", "twofour"], "dense comes first"
+    assert all(r["times_dense_eager"] > 0 for r in rows)
+    plain, small = rows[1], rows[2]
+    assert plain["weight_gb_s"] * plain["eager_ms"]["p50"] * 1e6 == pytest.approx(96 * (32 * 4 + 8))
+    assert small["weight_gb_s"] * small["eager_ms"]["p50"] * 1e6 == pytest.approx(96 * 64 / 8)
+    assert len(seen) == 4
+    for weight in seen:
+        report = check_pattern(weight)
+        assert report.full == report.groups, "nothing but the pattern is zero"
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_failures_become_rows():
+    def no_factory(weights, bias):
+        raise RuntimeError("no such backend\nand a long story")
+
+    def no_product(weights, bias):
+        def product(x):
+            raise NotImplementedError
+
+        return [product for _ in weights]
+
+    rows = rows_of({"no_factory": no_factory, "no_product": no_product, **CONTENDERS}, tokens=[1, 2])
+    by_name = {(r["contender"], r["tokens"]): r for r in rows}
+    assert len(rows) == 10
+    for tokens in (1, 2):
+        assert by_name["no_factory", tokens]["error"] == "RuntimeError: no such backend"
+        assert by_name["no_product", tokens]["error"] == "NotImplementedError"
+        assert "Only CUDA tensors" in by_name["torch24", tokens]["error"]
+        assert by_name["no_product", tokens]["times_dense_eager"] is None
+        assert by_name["no_product", tokens]["roofline_share"] is None
+        assert "error" not in by_name["twofour", tokens]
+
+
+def test_without_dense_there_are_no_ratios():
+    (row,) = rows_of({"twofour": CONTENDERS["twofour"]})
+    assert row["times_dense_eager"] is None
+    assert row["eager_ms"]["p50"] > 0
+
+
+def test_the_call_that_broke_a_capture_is_named():
+    def broken_capture():
+        try:
+            raise ValueError("the cause")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with pytest.raises(RuntimeError) as raised:
+        broken_capture()
+    assert one_line(raised.value) == "ValueError: the cause"
+
+
+def test_shapes():
+    assert named_shapes("70B")["70B.gate_up"] == (57344, 8192)
+    assert list(SHAPES["8B"]) == ["qkv", "o", "gate_up", "down"]
+    assert packed_bytes(4096, 4096, torch.bfloat16) / dense_bytes(4096, 4096, torch.bfloat16) == 9 / 16
+    with pytest.raises(InputError, match="'9B'"):
+        named_shapes("9B")
+
+
+def test_ceilings_are_measured():
+    found = measure_ceilings("cpu", torch.float32)
+    assert found.copy_gb_s > 0
+    assert found.matmul_tflops > 0
+
+
+def test_percentiles():
+    assert timing.percentiles([3.0]) == {"p20": 3.0, "p50": 3.0, "p80": 3.0}
+    assert timing.percentiles([float(i) for i in range(11)]) == {"p20": 2.0, "p50": 5.0, "p80": 8.0}
+
+
+def test_copies_exceed_the_l2(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=50e6))
+    assert timing.copies_past_l2(20_000_000, "cuda") == 8
+    assert timing.copies_past_l2(20_000_000, "cuda", times=1) == 3
+    assert timing.copies_past_l2(1_000_000_000, "cuda") == 1
+    assert timing.copies_past_l2(1, "cpu") == 1
+
+
+def test_graph_times_are_per_call(monkeypatch):
+    """With a clock of our own: every captured call takes 0.05 ms."""
+
+    class Stream:
+        wait_stream = staticmethod(lambda other: None)
+        __enter__ = __exit__ = lambda self, *_: None
+
+    called, captured = [], []
+
+    def capture(calls, stream, rounds):
+        captured.append(rounds * len(calls))
+        return captured[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "_capture", capture)
+    monkeypatch.setattr(timing, "_replay", lambda graph, repeats: [0.05 * graph] * repeats)
+    times = timing.time_graph([lambda: called.append(0), lambda: called.append(1)])
+    assert called == [0, 1] * timing.WARM_UP
+    assert captured == [2, 40], "a replay must last 2 ms"
+    assert times == pytest.approx({"p20": 0.05, "p50": 0.05, "p80": 0.05})
