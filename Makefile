@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: test demo lint wheel-test doctest bench-cpu test-gpu clean
+.PHONY: test demo lint wheel-test bench-cpu bench-gpu test-gpu clean
 
 # torch first and pinned: another package's open range would otherwise fetch a build with all of CUDA.
 $(VENV)/installed: pyproject.toml requirements-dev.txt
@@ -38,6 +38,13 @@ wheel-test: $(VENV)/installed
 	.wheel-venv/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	.wheel-venv/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-dev.txt dist/*.whl
 	cd .wheel-venv && PATH=$$PWD/bin:$$PATH bin/python ../tests/wheel_smoke.py
+
+test-gpu:
+	PYTHONPATH=. python3 -m pytest tests/gpu -p no:cacheprovider
+
+bench-gpu:
+	PYTHONPATH=. python3 -m twofour.cli.main bench --shapes 8B --json > products.json
+	PYTHONPATH=. python3 -m twofour.cli.main bench --end-to-end --json > end-to-end.json
 
 bench-cpu: $(VENV)/installed
 	$(BIN)/python benchmarks/pack.py

@@ -1,6 +1,7 @@
 """The operators that PyTorch knows: schemas, shapes for tracing, and gradients.
 
-    twofour::linear(x, values, meta, scale?, bias?, columns)         x·Wᵀ + bias with W packed
+    twofour::linear(x, values, meta, scale?, bias?, columns,         x·Wᵀ + bias with W packed
+                    compressed?)                                     (and, for cuSPARSELt, in its own form)
     twofour::linear_input_grad(grad, values, meta, scale?, columns)  grad·W, its gradient for x
     twofour::unpack(values, meta, scale?, columns, dtype?)           W
 
@@ -20,7 +21,8 @@ from twofour.errors import TwoFourError
 
 library = torch.library.Library("twofour", "DEF")
 library.define(
-    "linear(Tensor x, Tensor values, Tensor meta, Tensor? scale, Tensor? bias, int columns) -> Tensor"
+    "linear(Tensor x, Tensor values, Tensor meta, Tensor? scale, Tensor? bias, int columns, "
+    "Tensor? compressed=None) -> Tensor"
 )
 library.define(
     "linear_input_grad(Tensor grad, Tensor values, Tensor meta, Tensor? scale, int columns) -> Tensor"
@@ -36,7 +38,13 @@ unpack = torch.ops.twofour.unpack.default
 
 @torch.library.register_fake("twofour::linear", lib=library)
 def _(
-    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor | None, bias: Tensor | None, columns: int
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    columns: int,
+    compressed: Tensor | None = None,
 ) -> Tensor:
     torch._check(x.shape[-1] == columns, lambda: f"x has {x.shape[-1]} features, the layer takes {columns}")
     return x.new_empty(*x.shape[:-1], values.shape[0])
@@ -68,19 +76,19 @@ def _frozen(needed: bool) -> None:
 
 
 def _keep_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, values, meta, scale, bias, columns = inputs
+    _, values, meta, scale, bias, columns, _ = inputs
     ctx.save_for_backward(values, meta, scale)
     ctx.columns = columns
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    needs_x, needs_values, *_, needs_bias, _ = ctx.needs_input_grad
+    needs_x, needs_values, _, _, needs_bias, *_ = ctx.needs_input_grad
     _frozen(needs_values)
     values, meta, scale = ctx.saved_tensors
     grad_x = linear_input_grad(grad, values, meta, scale, ctx.columns) if needs_x else None
     grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype) if needs_bias else None
-    return grad_x, None, None, None, grad_bias, None
+    return grad_x, None, None, None, grad_bias, None, None
 
 
 def _keep_for_input_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

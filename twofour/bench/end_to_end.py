@@ -141,7 +141,7 @@ def prune_and_pack(model: Any, seed: int = 0) -> dict[str, Any]:
     dense_bytes = sum(model.get_parameter(f"{layer.name}.weight").nbytes for layer in chosen)
     # One block at a time: packing all at once holds both forms of the whole model.
     for block in range(model.config.num_hidden_layers):
-        pack_(model, include=[f"model.layers.{block}.*"], memory="small")
+        pack_(model, include=[f"model.layers.{block}.*"], memory="auto")
     free(model.device)
     resident = sum(_bytes_beside_bias(module) for module in packed_layers(model).values())
     after = model(tokens, use_cache=False).logits.float()
@@ -160,7 +160,9 @@ def prune_and_pack(model: Any, seed: int = 0) -> dict[str, Any]:
 def _bytes_beside_bias(module: torch.nn.Module) -> int:
     """All tensors a layer holds, so also a dense copy or a repacked form that a backend keeps."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    return sum(tensor.nbytes for name, tensor in named if name != "bias")
+    # By storage: the values may lie inside the form that a backend keeps.
+    storages = [tensor.untyped_storage() for name, tensor in named if name != "bias"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _measure(model: Any, case: Case, seed: int) -> dict[str, Any]:

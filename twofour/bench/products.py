@@ -85,7 +85,7 @@ def _dense(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
     return [partial(F.linear, weight=weight, bias=bias) for weight in weights]
 
 
-def _twofour(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
+def _twofour(weights: list[Tensor], bias: Tensor | None, memory: Any = "auto") -> list[Product]:
     from twofour.nn import SparseLinear
 
     made: list[Product] = []
@@ -95,8 +95,18 @@ def _twofour(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
         linear.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
             linear.bias = nn.Parameter(bias, requires_grad=False)
-        made.append(SparseLinear.from_dense(linear, memory="small").eval())
+        made.append(SparseLinear.from_dense(linear, memory=memory).eval())
     return made
+
+
+def _cusparselt(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
+    from twofour.kernels import dispatch
+
+    def forced(layer: Product, x: Tensor) -> Tensor:
+        with dispatch.force("cusparselt"):
+            return layer(x)
+
+    return [partial(forced, layer) for layer in _twofour(weights, bias)]
 
 
 def _torch24(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
@@ -110,7 +120,9 @@ def _torch24(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
 
 CONTENDERS: dict[str, Contender | Factory] = {
     "dense": Contender(_dense, dense_bytes, work=1.0),
-    "twofour": Contender(_twofour),
+    "twofour": Contender(_twofour),  # what was measured fastest, for each number of tokens
+    "twofour small": Contender(partial(_twofour, memory="small")),  # without cuSPARSELt's positions
+    "cusparselt": Contender(_cusparselt),  # its best algorithm, with our kept plans
     "torch24": Contender(_torch24),
 }
 

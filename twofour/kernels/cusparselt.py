@@ -414,5 +414,5 @@ def _splits(major: int) -> list[tuple[int, int]]:
     if major == 8:
         return [(split_k, mode) for split_k in (2, 4) for mode in (_ONE_KERNEL, _TWO_KERNELS)]
     if major == 9:
-        return [(-1, 0)]  # Hopper takes 1 and -1 only
+        return []  # Hopper takes 1 and -1 only, and -1 has ended in an illegal instruction (0.8.0)
     return [(1, _DATA_PARALLEL), (1, _STREAM_K), (2, _SPLIT), (4, _SPLIT)]

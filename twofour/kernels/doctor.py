@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from twofour.kernels import cusparselt, hopper
+
 _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "numpy", "triton", "gguf")
 
 
@@ -30,13 +32,27 @@ def examine() -> dict[str, Any]:
         "gpus": gpus,
         "no_gpu": None if gpus else _why_no_gpu(),
         "backends": [
-            {
-                "name": "reference",
-                "runs": True,
-                "why": "plain PyTorch on any device: unpacks, then multiplies. Saves memory, not time.",
-            }
+            _backend("hopper", _for_a_layer(hopper), "own kernel for Hopper, reads the packed form as it is"),
+            _backend(
+                "cusparselt", _for_a_layer(cusparselt), "NVIDIA's library with kept plans, for many tokens"
+            ),
+            _backend(
+                "reference",
+                None,
+                "plain PyTorch on any device: unpacks, then multiplies. Saves memory, not time",
+            ),
         ],
     }
+
+
+def _for_a_layer(backend: Any) -> str | None:
+    """Why a backend cannot run an ordinary layer on the first GPU."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return backend.why_not(device, torch.bfloat16, 4096, 4096)
+
+
+def _backend(name: str, reason: str | None, what: str) -> dict[str, Any]:
+    return {"name": name, "runs": reason is None, "why": what if reason is None else reason}
 
 
 def _why_no_gpu() -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -69,21 +71,45 @@ def why_not(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | N
 
 def configs(tokens: int) -> list[Config]:
     """Candidates for a number of tokens: one tile if they fit into it, otherwise large tiles."""
-    room = next((t for t in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256) if t >= tokens), None)
-    if room is None:
-        return [c for t in (128, 192, 256) for c in _configs(t) if c.split == 1 and c.warpgroups > 1]
-    return _configs(room)
-
-
-def _configs(room: int) -> list[Config]:
+    room = _room(tokens)
+    wide = tokens > room
     found = []
-    for blocks, warpgroups, split, step in itertools.product((2, 1, 3), (1, 2, 4), (1, 2, 4, 8), (128, 256)):
-        registers = 65536 // blocks // (128 * warpgroups + 32)
-        one = Config(room, warpgroups, split, step, 1)
-        stages = (_SHARED_BYTES // blocks - 1024 - one.shared_bytes + one.stage_bytes) // one.stage_bytes
-        if stages >= 2 and room // 2 + 48 <= min(registers, 255) and (room // 2) % split == 0:
-            found.append(Config(room, warpgroups, split, step, min(stages, 16)))
-    return found
+    for tile in (128, 192, 256) if wide else (room,):
+        for resident, warpgroups, split, step in itertools.product((2, 1), (1, 2, 4), (1, 2, 4), (128, 256)):
+            config = _fit(tile, warpgroups, split, step, resident)
+            if config is not None and not (wide and (split > 1 or warpgroups == 1)):
+                found.append(config)
+    return list(dict.fromkeys(found))
+
+
+def guess(n: int, k: int, tokens: int, processors: int = 132) -> Config:
+    """A good configuration for a shape that was not measured, after those that were (benchmarks/LOG.md)."""
+    room = _room(tokens)
+    if tokens > room:
+        first = _fit(128, 2, 1, 128, 1) if tokens <= 512 else _fit(128, 4, 1, 128, 1)
+    else:
+        blocks = -(-n // 64)
+        many = blocks > 3 * processors
+        warpgroups = 1 if room <= 32 or not many else 2 if room <= 64 else 4
+        split = 2 if 2 * blocks <= processors else 1
+        resident = 2 if many and warpgroups == 1 else 1
+        first = _fit(room, warpgroups, split, 256 if room <= 64 else 128, resident)
+    return first or _fit(room, 1, 1, 128, 1) or configs(tokens)[0]
+
+
+def _room(tokens: int) -> int:
+    """Tokens that one tile holds: rounded up to a size there is, at most 256."""
+    return next((t for t in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256) if t >= tokens), 256)
+
+
+def _fit(room: int, warpgroups: int, split: int, step: int, resident: int) -> Config | None:
+    """The configuration with as many stages as `resident` blocks have memory for, None if they do not fit."""
+    registers = 65536 // resident // (128 * warpgroups + 32)
+    one = Config(room, warpgroups, split, step, 1)
+    stages = (_SHARED_BYTES // resident - one.shared_bytes) // one.stage_bytes + 1
+    if stages < 2 or room // 2 + 48 > min(registers, 255) or (room // 2) % split:
+        return None
+    return Config(room, warpgroups, split, step, min(stages, 16))
 
 
 def linear(
@@ -112,12 +138,20 @@ def source(config: Config, dtype: torch.dtype) -> str:
         f"{{{sums}}}, %{count}, %{count + 1}, %{count + 2}, %{count + 3}, 1, 1, 1, 0, 0;"
     )
     return (
-        f"#define TOKENS {config.tokens}\n#define WARPGROUPS {config.warpgroups}\n#define SPLIT {config.split}\n"
-        f"#define STEP {config.step}\n#define STAGES {config.stages}\n"
+        f"#define TOKENS {config.tokens}\n#define WARPGROUPS {config.warpgroups}\n"
+        f"#define SPLIT {config.split}\n#define STEP {config.step}\n#define STAGES {config.stages}\n"
         f"#define FP16 {int(dtype == torch.float16)}\n"
         f'#define WGMMA(d, a, b, e, selector) asm volatile("{instruction}" '
         f': {outputs} : "l"(a), "l"(b), "r"(e), "n"(selector))\n' + _text()
     )
+
+
+def compile_all(configs: list[Config], dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what is not in the cache yet, on all cores at once: one after another takes minutes."""
+    if why_not(device, dtype, 128, 128) is None:
+        sources = list(dict.fromkeys(source(c, dtype) for c in configs))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda text: nvrtc.compile_source(text, "sm_90a"), sources))
 
 
 @cache

@@ -11,7 +11,13 @@ from twofour.packed import unpack
 
 
 def linear(
-    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor | None, bias: Tensor | None, columns: int
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    columns: int,
+    compressed: Tensor | None = None,
 ) -> Tensor:
     weight = unpack(values, meta, columns, scale, dtype=x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))

@@ -7,9 +7,14 @@ tools move parameters only.
 
 How much memory a layer may use is its `memory`:
 
-    "small"  the weight stays packed and is unpacked in every call: 9/16 of the dense bytes
-    "fast"   the dense weight is unpacked once and kept beside the packed one (never in the state dict)
-    "auto"   "fast" on a CPU with memory to spare, where no sparse instruction exists; "small" elsewhere
+             CPU                                             GPU
+    "small"  the weight is unpacked in every call            only the packed form: 9/16 of the dense bytes
+    "auto"   as "fast" while there is memory to spare        also cuSPARSELt's positions: 10/16, see below
+    "fast"   the dense weight is unpacked once and kept      as "auto"
+
+What is kept beside the packed form is never in the state dict. cuSPARSELt is ahead for many tokens and wants
+its own form: our values, then positions in an order of its own. `weight_values` becomes a view into it, so
+that only the positions are there twice.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from torch.nn import functional as F
 
 from twofour import kernels, ops
 from twofour.errors import InputError
+from twofour.kernels import cusparselt
 from twofour.packed import BITS, Packed24, pack, packed_shapes, validate
 from twofour.select import Layer
 
@@ -45,6 +51,7 @@ class PackedModule(nn.Module):
     weight_scale: nn.Parameter | None
     bias: nn.Parameter | None
     dense_weight: Tensor | None
+    compressed_weight: Tensor | None
 
     def __init__(
         self,
@@ -68,6 +75,7 @@ class PackedModule(nn.Module):
         self.weight_scale = None
         self.bias = nn.Parameter(torch.zeros(layer.rows, device=device, dtype=dtype)) if bias else None
         self.register_buffer("dense_weight", None, persistent=False)
+        self.register_buffer("compressed_weight", None, persistent=False)
         self.memory: Memory = memory
 
     @property
@@ -101,16 +109,26 @@ class PackedModule(nn.Module):
         self.settle()
 
     def settle(self) -> None:
-        """Keep or drop the dense weight as `memory` says, for the device that the tensors are on now."""
+        """Keep or drop derived forms as `memory` says, for the device that the tensors are on now."""
         self.dense_weight = None
+        if self.compressed_weight is not None:
+            self.weight_values.data = self.weight_values.detach().clone()  # let go of the memory they share
+            self.compressed_weight = None
         device = self.weight_values.device
         if device.type == "meta":
+            return
+        if device.type == "cuda":
+            if self.memory != "small":
+                self._compress()
             return
         if self.memory == "fast" or (
             self.memory == "auto" and device.type == "cpu" and self._memory_to_spare()
         ):
             with torch.inference_mode(False), torch.no_grad():  # it must serve training as well
                 self.dense_weight = self.unpacked()
+
+    def _compress(self) -> None:
+        """Make cuSPARSELt's form where it can be used, and let the values live in it."""
 
     def _memory_to_spare(self) -> bool:
         import psutil
@@ -123,8 +141,11 @@ class PackedModule(nn.Module):
         moved = fn(self.weight_values.detach()[:0])
         if moved.dtype not in BITS:
             raise InputError(f"a packed weight cannot be {moved.dtype}.", layer=self.layer.name)
-        # The kept dense weight is derived: made again rather than moved, or it would follow to a GPU.
+        # What is derived is made again rather than moved: a dense weight must not follow to a GPU.
         self.dense_weight = None
+        if self.compressed_weight is not None:
+            self.weight_values.data = self.weight_values.detach().clone()
+            self.compressed_weight = None
         super()._apply(fn, recurse)
         self.settle()
         return self
@@ -184,18 +205,25 @@ class SparseLinear(PackedModule):
         new._set_packed(pack(matrix, name), bias if isinstance(bias, Tensor) else None)
         return new.train(module.training)
 
+    def _compress(self) -> None:
+        values = self.weight_values
+        if self.weight_scale is not None or cusparselt.why_not(
+            values.device, values.dtype, *self.layer.shape
+        ):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            compressed = cusparselt.compress(self.unpacked())
+            front = compressed[: values.nbytes].view(values.dtype).view(values.shape)
+            if torch.equal(front, values):  # so in every version that was looked at
+                self.compressed_weight = compressed
+                values.data = front
+
     def forward(self, x: Tensor) -> Tensor:
         x = self._input(x)
         if self.dense_weight is not None:
             return F.linear(x, self.dense_weight, self.bias)
-        return ops.linear(
-            x,
-            self.weight_values,
-            self.weight_meta,
-            self.weight_scale,
-            self.bias,
-            self.in_features,
-        )
+        packed = (self.weight_values, self.weight_meta, self.weight_scale)
+        return ops.linear(x, *packed, self.bias, self.in_features, self.compressed_weight)
 
     def extra_repr(self) -> str:
         return (

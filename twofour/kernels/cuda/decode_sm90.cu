@@ -171,14 +171,16 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
 #pragma unroll
   for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0.f;
 
-  for (int i = 0; i < count; ++i) {
+  // One word of positions serves two steps of 32 columns: lanes 0 and 1 of a quad the first, 2 and 3 the
+  // second. So a lane wants the 2 bytes of its 16 columns, of both its rows, in each 64 columns.
+  // wgmma reads these registers when it runs, not when it is issued: two sets take turns, and each is held
+  // (the empty asm below) until the products that read it are done.
+  u32 even[STEP / 64] = {}, odd[STEP / 64] = {};
+  auto multiply = [&](int i, u32(&places)[STEP / 64], u32(&before)[STEP / 64]) {
     const int s = i % STAGES;
     barrier_wait(shared_address(&full[s]), (i / STAGES) & 1);
     const char* tile = shared + s * STAGE_BYTES;
-    // One word of positions serves two steps of 32 columns: lanes 0 and 1 of a quad the first, 2 and 3 the
-    // second. So a lane wants the 2 bytes of its 16 columns, of both its rows, in each 64 columns.
     const char* e = tile + A_BYTES + B_BYTES + row * E_PITCH + 2 * (lane % 4);
-    u32 places[STEP / 64];
 #pragma unroll
     for (int j = 0; j < STEP / 64; ++j)
       places[j] = *(const u16*)(e + 8 * j) | (u32) * (const u16*)(e + 8 * j + 8 * E_PITCH) << 16;
@@ -194,15 +196,23 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
       WGMMA(sum, a64, b64, places[j], 0);
       WGMMA(sum, a64 + 2, b64 + 4, places[j], 1);
     }
-    // One tile's products stay in flight while the next tile is prepared; the tile before is done then.
+    // One tile's products stay in flight while the next tile is prepared; those of the tile before are done.
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j])::"memory");
+#pragma unroll
+    for (int j = 0; j < STEP / 64; ++j) asm volatile("" : "+r"(before[j]), "+r"(places[j])::"memory");
     if (i > 0 && threadIdx.x % 128 == 0) barrier_arrive(shared_address(&empty[(i - 1) % STAGES]));
+  };
+  for (int i = 0; i < count; i += 2) {
+    multiply(i, even, odd);
+    if (i + 1 < count) multiply(i + 1, odd, even);
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
   for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j])::"memory");
+#pragma unroll
+  for (int j = 0; j < STEP / 64; ++j) asm volatile("" : "+r"(even[j]), "+r"(odd[j])::"memory");
 
   if (SPLIT > 1) {
     cluster_wait();  // all blocks have started, so their shared memory is there

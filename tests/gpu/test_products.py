@@ -1,0 +1,239 @@
+"""The GPU kernels against float64, and everything they must compose with. Run by `make test-gpu`."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import twofour
+from twofour.kernels import cusparselt, dispatch, hopper
+from twofour.nn import SparseLinear
+from twofour.packed import pack
+from twofour.pattern import keep_best
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda", 0)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+only_on_hopper = pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+
+
+def weight(n, k, dtype=torch.bfloat16):
+    w = torch.randn(n, k, device=CUDA, dtype=dtype) / k**0.5
+    return w.where(keep_best(w.abs()), 0)
+
+
+def layer(n, k, dtype=torch.bfloat16, bias=True, memory="auto"):
+    dense = nn.Linear(k, n, bias, device=CUDA, dtype=dtype)
+    dense.weight.data.copy_(weight(n, k, dtype))
+    return dense, SparseLinear.from_dense(dense, memory=memory)
+
+
+def error(y, exact):
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+def exact(x, w, bias=None):
+    y = x.double() @ w.double().t()
+    return y if bias is None else y + bias.double()
+
+
+def assert_as_good_as_dense(y, x, w, bias=None):
+    reference = exact(x, w, bias)
+    assert error(y, reference) <= 1.2 * error(F.linear(x, w, bias), reference) + 1e-7
+
+
+@only_on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (200, 384), (1000, 1152), (4096, 2048)])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 33, 64, 130, 256, 300, 1000])
+def test_hopper_every_configuration(n, k, tokens, dtype):
+    w = weight(n, k, dtype)
+    packed, x = pack(w), torch.randn(tokens, k, device=CUDA, dtype=dtype)
+    bias = torch.randn(n, device=CUDA, dtype=dtype)
+    configurations = hopper.configs(tokens)
+    assert configurations
+    hopper.compile_all(configurations, dtype, CUDA)
+    for config in configurations:
+        y = torch.full((tokens, n), torch.nan, device=CUDA, dtype=dtype)
+        hopper.linear(x, packed.values, packed.meta, bias, config, y)
+        assert_as_good_as_dense(y, x, w, bias)
+        for _ in range(3):  # a race shows as a moving error
+            assert torch.equal(hopper.linear(x, packed.values, packed.meta, bias, config), y), config
+
+
+@only_on_hopper
+def test_hopper_special_values():
+    w = weight(128, 256)
+    packed = pack(w)
+    x = torch.randn(8, 256, device=CUDA, dtype=torch.bfloat16)
+    x[0] = 0
+    x[1, 3] = torch.inf
+    x[2, 5] = torch.nan
+    x[3] = -0.0
+    x[4] *= 1e30
+    y = hopper.linear(x, packed.values, packed.meta, None, hopper.guess(128, 256, 8))
+    dense = F.linear(x, w)
+    assert torch.equal(y[0], torch.zeros_like(y[0]))
+    assert torch.equal(y[3].abs(), torch.zeros_like(y[3]))
+    kept = w[:, 3] != 0
+    assert torch.equal(y[1].isfinite(), ~kept)  # a pruned weight does not touch the infinity
+    assert bool(dense[1].isfinite().logical_not().all())  # where dense multiplies it by zero
+    assert torch.equal(y[2].isnan(), w[:, 5] != 0)
+    assert error(y[4:], exact(x[4:], w)) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 8, 24, 100, 1024])
+def test_cusparselt_every_algorithm(tokens, dtype):
+    n, k = 512, 1024
+    if reason := cusparselt.why_not(CUDA, dtype, n, k):
+        pytest.skip(reason)
+    w, bias = weight(n, k, dtype), torch.randn(n, device=CUDA, dtype=dtype)
+    x = torch.randn(tokens, k, device=CUDA, dtype=dtype)
+    product = dispatch.Product(n, k, dispatch.bucket_of(tokens), dtype, 0, True)
+    packed, compressed = pack(w), cusparselt.compress(w)
+    padded = tokens + -tokens % cusparselt.TOKEN_MULTIPLE
+    for algorithm in cusparselt.algorithms(n, k, padded, dtype, CUDA):
+        choice = dispatch.Choice("cusparselt", vars(algorithm))
+        for b in (None, bias):
+            y = dispatch.runner(product, choice)(x, packed.values, packed.meta, b, compressed)
+            assert_as_good_as_dense(y, x, w, b)
+
+
+@pytest.mark.parametrize("memory", ["small", "auto"])
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (250, 508), (4096, 4096)])
+def test_layer_with_tokens_that_change(n, k, memory):
+    dense, sparse = layer(n, k, memory=memory)
+    for tokens in (1, 3, 17, 64, 65, 257, 513, 2000, 5, 1):
+        x = torch.randn(tokens, k, device=CUDA, dtype=torch.bfloat16)
+        assert_as_good_as_dense(sparse(x), x, dense.weight.data, dense.bias.data)
+
+
+def test_shapes_of_the_input():
+    dense, sparse = layer(384, 256)
+    x = torch.randn(2, 5, 256, device=CUDA, dtype=torch.bfloat16)
+    torch.testing.assert_close(sparse(x), dense(x), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(sparse(x.transpose(0, 1)), dense(x.transpose(0, 1)), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(sparse(x[0, 0]), dense(x[0, 0]), rtol=2e-2, atol=2e-2)
+    assert sparse(x[:0]).shape == (0, 5, 384)
+    wide = torch.randn(7, 512, device=CUDA, dtype=torch.bfloat16)[:, ::2]
+    torch.testing.assert_close(sparse(wide), dense(wide), rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_autocast_and_inference_mode():
+    dense, sparse = layer(256, 256)
+    x = torch.randn(9, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    (ours,) = torch.autograd.grad(sparse(x).float().square().sum(), x)
+    (theirs,) = torch.autograd.grad(dense(x).float().square().sum(), x)
+    torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y = sparse(x.float())
+    assert y.dtype == torch.bfloat16
+    with torch.inference_mode():
+        assert torch.equal(sparse(x), sparse(x))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_cuda_graph(tokens):
+    dense, sparse = layer(512, 1024)
+    x = torch.randn(tokens, 1024, device=CUDA, dtype=torch.bfloat16)
+    sparse(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparse(torch.relu(sparse(x)[:, :512].repeat(1, 2)))
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, sparse(torch.relu(sparse(x)[:, :512].repeat(1, 2))))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compile(mode):
+    torch._dynamo.reset()
+    dense, sparse = layer(256, 256)
+    model = nn.Sequential(sparse, nn.GELU(), copy.deepcopy(sparse))
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    with torch.no_grad():
+        for tokens in (4, 4, 4, 40):
+            x = torch.randn(tokens, 256, device=CUDA, dtype=torch.bfloat16)
+            torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
+
+
+def test_several_streams():
+    dense, sparse = layer(1024, 1024)
+    inputs = [torch.randn(4, 1024, device=CUDA, dtype=torch.bfloat16) for _ in range(8)]
+    expected = [sparse(x) for x in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(20):
+        results = []
+        for stream, x in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(sparse(x))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def test_what_is_resident_and_what_is_saved(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    dense, sparse = layer(1024, 2048, bias=False)
+    small = SparseLinear.from_dense(dense, memory="small")
+    assert small.compressed_weight is None
+    if cusparselt.why_not(CUDA, torch.bfloat16, 1024, 2048) is None:
+        assert sparse.compressed_weight is not None
+        inside = sparse.weight_values.untyped_storage().data_ptr()
+        assert inside == sparse.compressed_weight.untyped_storage().data_ptr()
+    state = sparse.state_dict()
+    assert set(state) == {"weight_values", "weight_meta"}
+    save_file(state, tmp_path / "layer.safetensors")
+    small.load_state_dict(load_file(tmp_path / "layer.safetensors"))
+    assert torch.equal(small.weight_values, sparse.weight_values)
+    back = copy.deepcopy(sparse).to("cpu")
+    assert back.compressed_weight is None
+    assert torch.equal(back.weight, dense.weight.cpu())
+    assert torch.equal(back.to(CUDA).weight, dense.weight)
+
+
+def test_override(monkeypatch):
+    dense, sparse = layer(256, 256)
+    x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
+    dispatch.forget()
+    monkeypatch.setenv("TWOFOUR_BACKEND", "nonsense")
+    with pytest.raises(twofour.InputError, match="no backend 'nonsense'"):
+        sparse(x)
+    for backend in dispatch.BACKENDS:
+        monkeypatch.setenv("TWOFOUR_BACKEND", backend)
+        dispatch.forget()
+        assert_as_good_as_dense(sparse(x), x, dense.weight.data, dense.bias.data)
+    monkeypatch.delenv("TWOFOUR_BACKEND")
+    dispatch.forget()
+
+
+def test_generate_with_a_static_cache():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    model = LlamaForCausalLM(config).to(CUDA, torch.bfloat16).eval()
+    twofour.prune_(model)
+    tokens = torch.randint(3, 500, (2, 6), device=CUDA)
+    dense = model(tokens).logits
+    twofour.pack_(model)
+    torch.testing.assert_close(model(tokens).logits, dense, rtol=3e-2, atol=3e-2)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    assert model.generate(tokens, **options).shape == (2, 14)

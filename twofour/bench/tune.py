@@ -1,0 +1,123 @@
+"""Measure which kernel is fastest for the products of a model on this GPU, and remember it.
+
+Every candidate is first run once and compared with float64 on a sample of the outputs: one whose error is
+more than 1.2 times that of the dense product does not count, however fast. Then all are timed from CUDA graphs
+with the weights rotated past the L2, the best few once more with care. The best of each backend is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from twofour.bench.timing import copies_past_l2, time_graph
+from twofour.errors import TwoFourError
+from twofour.kernels import cusparselt, dispatch, hopper, tuning
+from twofour.packed import Packed24, pack
+from twofour.pattern import keep_best
+from twofour.progress import OnProgress, silent
+
+#: Candidates that are timed a second time.
+FINALISTS = 4
+
+#: A candidate may be so much less exact than the dense product.
+TOLERANCE = 1.2
+
+SAMPLED_FEATURES = 128
+
+
+def tune(
+    shapes: Iterable[tuple[int, int]],
+    buckets: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: OnProgress = silent,
+) -> list[dict[str, Any]]:
+    """Tune weights of these [n, k] for these numbers of tokens; one row of figures each."""
+    shapes = list(dict.fromkeys(shapes))
+    rows = []
+    on_progress(0, len(shapes) * len(buckets), "compiling")
+    hopper.compile_all([c for b in buckets for c in hopper.configs(b)], dtype, device)
+    for number, (n, k) in enumerate(shapes):
+        weights = _Weights(n, k, dtype, device)
+        for step, bucket in enumerate(buckets):
+            on_progress(number * len(buckets) + step, len(shapes) * len(buckets), f"{n}×{k}, {bucket} tokens")
+            rows.append(_tune_one(weights, bucket))
+        del weights
+        torch.cuda.empty_cache()
+    on_progress(len(shapes) * len(buckets), len(shapes) * len(buckets), "done")
+    dispatch.forget()
+    return rows
+
+
+class _Weights:
+    """Random 2:4 weights of one shape in all forms, enough copies to be past the L2."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.n, self.k, self.dtype, self.device = n, k, dtype, device
+        self.dense: list[Tensor] = []
+        self.packed: list[Packed24] = []
+        self.compressed: list[Tensor | None] = []
+        usable = cusparselt.why_not(device, dtype, n, k) is None
+        for _ in range(copies_past_l2(n * k * dtype.itemsize * 9 // 16, device)):
+            weight = torch.randn(n, k, device=device, dtype=dtype) / k**0.5
+            weight = weight.where(keep_best(weight.abs()), 0)
+            self.dense.append(weight)
+            self.packed.append(pack(weight))
+            self.compressed.append(cusparselt.compress(weight) if usable else None)
+
+
+def _tune_one(weights: _Weights, bucket: int) -> dict[str, Any]:
+    x = torch.randn(bucket, weights.k, device=weights.device, dtype=weights.dtype)
+    index = weights.device.index or 0
+    compressed = weights.compressed[0] is not None
+    product = dispatch.Product(weights.n, weights.k, bucket, weights.dtype, index, compressed)
+    features = torch.randperm(weights.n, device=weights.device)[:SAMPLED_FEATURES]
+    exact = x.double() @ weights.dense[0][features].double().t()
+    allowed = TOLERANCE * _error(F.linear(x, weights.dense[0])[:, features], exact)
+    timed: list[tuple[float, dispatch.Choice]] = []
+    refused = []
+    for choice in dispatch.candidates(product):
+        run = dispatch.runner(product, choice)
+        try:
+            y = run(x, weights.packed[0].values, weights.packed[0].meta, None, weights.compressed[0])
+            if not _error(y[:, features], exact) <= allowed:
+                refused.append(asdict(choice))
+                continue
+            timed.append((_time(run, x, weights, repeats=5), choice))
+        except TwoFourError:
+            refused.append(asdict(choice))
+    timed.sort(key=lambda entry: entry[0])
+    finalists = timed[:FINALISTS] + [t for t in timed[FINALISTS:] if t[1].backend != timed[0][1].backend][:1]
+    again = [(_time(dispatch.runner(product, c), x, weights, repeats=20), c) for _, c in finalists]
+    again.sort(key=lambda entry: entry[0])
+    best = {choice.backend: (ms, choice) for ms, choice in reversed(again)}
+    kept = sorted(best.values(), key=lambda entry: entry[0])
+    tuning.remember(product.key, index, [{**asdict(choice), "ms": round(ms, 5)} for ms, choice in kept])
+    dense = time_graph([lambda w=w: F.linear(x, w) for w in weights.dense], 20)["p50"]
+    return {
+        "n": weights.n,
+        "k": weights.k,
+        "tokens": bucket,
+        "dense_ms": dense,
+        "best": {choice.backend: {"ms": ms, **choice.config} for ms, choice in kept},
+        "times_dense": dense / kept[0][0],
+        "refused": refused,
+    }
+
+
+def _time(run: dispatch.Run, x: Tensor, weights: _Weights, repeats: int) -> float:
+    calls = [
+        lambda p=p, c=c: run(x, p.values, p.meta, None, c)  # type: ignore[misc]
+        for p, c in zip(weights.packed, weights.compressed, strict=True)
+    ]
+    return time_graph(calls, repeats)["p50"]
+
+
+def _error(y: Tensor, exact: Tensor) -> float:
+    return float((y.double() - exact).norm() / exact.norm())

@@ -1,0 +1,76 @@
+"""`twofour tune`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from twofour.cli.output import Json, print_json, progress, quiet_libraries, say, table
+
+EXAMPLE = "Example: [bold]twofour tune ./Llama-3-8B-24-packed[/]"
+
+
+def command(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Tune the layers of this model.", show_default=False)
+    ] = None,
+    shapes: Annotated[str | None, typer.Option(help="Or the shapes of a known one: 8B, 70B.")] = None,
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens, or all.")] = "all",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    json: Json = False,
+) -> None:
+    """Measure which kernel is fastest for each layer and number of tokens on this GPU, and remember it."""
+    import torch
+
+    from twofour.bench.products import named_shapes
+    from twofour.bench.tune import tune
+    from twofour.errors import InputError
+    from twofour.io.checkpoint import Checkpoint
+    from twofour.io.format import packed_modules
+    from twofour.io.structure import checkpoint_layers
+    from twofour.kernels import dispatch, tuning
+
+    quiet_libraries()
+    if (directory is None) == (shapes is None):
+        raise InputError("give a model directory or --shapes, one of them.")
+    if not torch.cuda.is_available():
+        raise InputError("tuning needs a GPU, and PyTorch finds none.", hint="See twofour doctor.")
+    if dtype not in ("bfloat16", "float16"):
+        raise InputError(f"the kernels multiply bfloat16 and float16, not {dtype}.")
+    try:
+        buckets = dispatch.BUCKETS if tokens == "all" else tuple(int(t) for t in tokens.split(","))
+    except ValueError:
+        raise InputError(f"--tokens takes numbers with commas, not {tokens!r}.") from None
+    if shapes is not None:
+        wanted = [(n, k) for n, k in named_shapes(shapes).values()]
+    else:
+        assert directory is not None
+        checkpoint = Checkpoint(directory)
+        if "quantization_config" in checkpoint.config:
+            modules = list(packed_modules(checkpoint.config["quantization_config"]).values())
+        else:
+            modules = [layer.shape for layer in checkpoint_layers(checkpoint).by_tensor.values()]
+        wanted = [(shape[0], shape[1]) for shape in modules if len(shape) == 2]
+    device = torch.device("cuda", torch.cuda.current_device())
+    with progress("tuning") as on_progress:
+        rows = tune(
+            wanted, [dispatch.bucket_of(b) for b in buckets], getattr(torch, dtype), device, on_progress
+        )
+    where = tuning.own_path(device.index)
+    if json:
+        print_json({"verb": "tune", "kept_in": str(where), "rows": rows})
+        return
+    shown = [
+        (
+            f"{r['n']}×{r['k']}",
+            r["tokens"],
+            f"{1e3 * r['dense_ms']:.1f}",
+            next(iter(r["best"])),
+            f"{r['times_dense']:.2f}",
+        )
+        for r in rows
+    ]
+    table("What is fastest", ("weight", "tokens", "dense µs", "backend", "× dense"), shown)
+    say(f"Kept in {where}")

@@ -1,0 +1,212 @@
+"""Which kernel runs a product on a GPU: the fastest that was measured for its shape, or a good guess.
+
+For each (n, k, tokens, dtype, GPU) there is one `Choice`, looked for in this order:
+
+1. `TWOFOUR_BACKEND=reference|hopper|cusparselt` in the environment, or `force(...)`;
+2. what `twofour tune` measured on this machine (kept on disk, see tuning.py);
+3. the defaults shipped for this GPU (`defaults/*.json`, from rows of benchmarks/results);
+4. a rule of thumb.
+
+Tokens are counted in buckets: what is right for 1000 tokens is right for 1024. The choice of a bucket is
+kept in memory, so a call costs one look into a dictionary before the kernel is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twofour.errors import InputError
+from twofour.kernels import cusparselt, hopper, reference, tuning
+from twofour.ops import library
+
+BACKENDS = ("hopper", "cusparselt", "reference")
+
+#: Upper ends of the buckets of tokens; beyond the last one every count is in one bucket.
+BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+_BUCKET_OF = [next(b for b in BUCKETS if b >= t) for t in range(1025)]
+
+#: Up to here the own kernel is ahead of cuSPARSELt on every shape measured (benchmarks/LOG.md).
+_FEW_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend and how it is to be run."""
+
+    backend: str
+    config: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is multiplied, as far as the choice depends on it."""
+
+    n: int
+    k: int
+    bucket: int
+    dtype: torch.dtype
+    device: int
+    compressed: bool  # cuSPARSELt's form of the weight is there
+
+    @property
+    def key(self) -> str:
+        """Its name in the tables of choices."""
+        return f"{self.n}x{self.k} {str(self.dtype).removeprefix('torch.')} {self.bucket}"
+
+
+#: A product that is ready to run: (x [tokens, k], values, meta, bias, compressed) to y [tokens, n].
+Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+
+_runs: dict[tuple[Any, ...], Run] = {}
+_forced: list[tuple[str, dict[tuple[Any, ...], Run]]] = []
+_forced_runs: dict[str, dict[tuple[Any, ...], Run]] = {}
+
+
+def linear(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    columns: int,
+    compressed: Tensor | None = None,
+) -> Tensor:
+    """`twofour::linear` on a CUDA device."""
+    n = values.shape[0]
+    if scale is not None or x.dtype != values.dtype:
+        return reference.linear(x, values, meta, scale, bias, columns)
+    flat = x if x.dim() == 2 else x.reshape(-1, columns)
+    if not flat.is_contiguous():
+        flat = flat.contiguous()
+    tokens = flat.shape[0]
+    if tokens == 0:
+        return x.new_empty(*x.shape[:-1], n)
+    key = (n, columns, bucket_of(tokens), x.dtype, x.device.index, compressed is not None)
+    runs = _forced[-1][1] if _forced else _runs
+    run = runs.get(key)
+    if run is None:
+        run = runs[key] = runner(Product(*key))
+    y = run(flat, values, meta, bias, compressed)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+
+
+def bucket_of(tokens: int) -> int:
+    """The bucket that so many tokens fall into.
+
+    >>> bucket_of(1), bucket_of(65), bucket_of(100_000)
+    (8, 96, 8192)
+    """
+    if tokens <= 1024:
+        return _BUCKET_OF[tokens]
+    return next((b for b in BUCKETS if b >= tokens), BUCKETS[-1])
+
+
+def choose(product: Product) -> Choice:
+    """The choice for a product, from the first source that has one which can run."""
+    name = _forced[-1][0] if _forced else os.environ.get("TWOFOUR_BACKEND")
+    if name:
+        if name not in BACKENDS:
+            raise InputError(f"there is no backend {name!r}.", hint=f"Choose one of: {', '.join(BACKENDS)}.")
+        if reason := why_not(name, product):
+            raise InputError(f"the backend {name} cannot run {product.key}: {reason}.")
+        known = [c for c in _known(product) if c.backend == name]
+        return known[0] if known else _rule_of_thumb(product, name)
+    for choice in _known(product):
+        if why_not(choice.backend, product) is None:
+            return choice
+    usable = [b for b in BACKENDS if why_not(b, product) is None]
+    if "cusparselt" in usable and product.bucket > _FEW_TOKENS:
+        return _rule_of_thumb(product, "cusparselt")
+    return _rule_of_thumb(product, usable[0])
+
+
+def _known(product: Product) -> list[Choice]:
+    return [Choice(c["backend"], c["config"]) for c in tuning.known(product.key, product.device)]
+
+
+def why_not(backend: str, product: Product) -> str | None:
+    """The reason why a backend cannot run a product, None if it can."""
+    device = torch.device("cuda", product.device)
+    if backend == "hopper":
+        return hopper.why_not(device, product.dtype, product.n, product.k)
+    if backend == "cusparselt":
+        if not product.compressed:
+            return 'the layer keeps only the packed form (memory="small")'
+        return cusparselt.why_not(device, product.dtype, product.n, product.k)
+    return None
+
+
+def _rule_of_thumb(product: Product, backend: str) -> Choice:
+    if backend == "hopper":
+        return Choice(backend, asdict(hopper.guess(product.n, product.k, product.bucket)))
+    return Choice(backend)
+
+
+def candidates(product: Product) -> list[Choice]:
+    """Every way to run a product that is worth timing."""
+    found = []
+    if why_not("hopper", product) is None:
+        found += [Choice("hopper", asdict(c)) for c in hopper.configs(product.bucket)]
+    if why_not("cusparselt", product) is None and product.bucket > 64:
+        tokens = product.bucket
+        device = torch.device("cuda", product.device)
+        algorithms = cusparselt.algorithms(product.n, product.k, tokens, product.dtype, device)
+        found += [Choice("cusparselt", asdict(a)) for a in algorithms]
+    return found
+
+
+def runner(product: Product, choice: Choice | None = None) -> Run:
+    """The call that runs a product in the way chosen."""
+    choice = choice or choose(product)
+    if choice.backend == "hopper":
+        config = hopper.Config(**choice.config)
+        return lambda x, values, meta, bias, _: hopper.linear(x, values, meta, bias, config)
+    if choice.backend == "cusparselt":
+        algorithm = cusparselt.Algorithm(**choice.config)
+        return lambda x, values, meta, bias, compressed: _cusparselt(x, compressed, product, algorithm, bias)
+    return lambda x, values, meta, bias, _: reference.linear(x, values, meta, None, bias, product.k)
+
+
+def _cusparselt(
+    x: Tensor,
+    compressed: Tensor | None,
+    product: Product,
+    algorithm: cusparselt.Algorithm,
+    bias: Tensor | None,
+) -> Tensor:
+    assert compressed is not None
+    tokens = x.shape[0]
+    short = -tokens % cusparselt.TOKEN_MULTIPLE
+    if short:
+        x = torch.nn.functional.pad(x, (0, 0, 0, short))
+    out = torch.empty(tokens + short, product.n, dtype=x.dtype, device=x.device)
+    at = None if bias is None else bias.data_ptr()
+    plan = cusparselt.plan_for(product.n, product.k, tokens + short, x.dtype, x.device, algorithm, at)
+    plan.run(x, compressed, out)
+    return out[:tokens] if short else out
+
+
+@contextlib.contextmanager
+def force(backend: str) -> Iterator[None]:
+    """Use one backend inside a `with`, whatever was measured. For tests and comparisons."""
+    _forced.append((backend, _forced_runs.setdefault(backend, {})))
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def forget() -> None:
+    """Choose anew from now on: the tables or the environment have changed."""
+    _runs.clear()
+    _forced_runs.clear()
+
+
+library.impl("linear", linear, "CUDA")

@@ -1,0 +1,84 @@
+"""What was measured to be fastest: tables of choices on disk, and the measuring.
+
+A table maps a product ("4096x14336 bfloat16 16": n×k, dtype, bucket of tokens) to choices, best first. This
+machine's own is kept in the user's cache under the GPU's name and the versions that matter, so that a new
+driver or library starts a new one; several processes may write it at once. The tables in `defaults/` ship
+with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twofour.kernels import cusparselt
+from twofour.kernels.nvrtc import cache_directory
+from twofour.version import __version__
+
+Table = dict[str, list[dict[str, Any]]]
+
+
+def known(product: str, device: int) -> list[dict[str, Any]]:
+    """Choices for a product, best first: this machine's, then the shipped ones."""
+    return [*_own(device).get(product, []), *_shipped(device).get(product, [])]
+
+
+def remember(product: str, device: int, choices: list[dict[str, Any]]) -> None:
+    """Keep what was measured, for this process and later ones."""
+    _own(device)[product] = choices
+    path = own_path(device)
+    # Read again: another process may have added to it. Two that rename at the same moment lose a row at most.
+    table = {**_read(path), product: choices}
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(json.dumps(table, indent=1))
+    partial.rename(path)
+
+
+def own_path(device: int) -> Path:
+    """Where this machine's table is."""
+    return cache_directory() / "tuned" / f"{_gpu(device)}-{_versions()}.json"
+
+
+def _gpu(device: int) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device)).strip("-").lower()
+
+
+@cache
+def _versions() -> str:
+    """What a measurement depends on besides the GPU."""
+    parts = [f"twofour{__version__}", f"torch{torch.__version__}", f"cslt{cusparselt.version()}", _driver()]
+    return re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(parts))
+
+
+def _driver() -> str:
+    try:
+        return "driver" + Path("/proc/driver/nvidia/version").read_text().split("Module")[1].split()[0]
+    except (OSError, IndexError):
+        return "driver-unknown"
+
+
+@cache
+def _own(device: int) -> Table:
+    return _read(own_path(device))
+
+
+@cache
+def _shipped(device: int) -> Table:
+    folder = files("twofour.kernels").joinpath("defaults")
+    file = folder.joinpath(f"{_gpu(device)}.json")
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _read(path: Path) -> Table:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}  # none yet, or damaged: it is only a cache
