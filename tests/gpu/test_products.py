@@ -140,7 +140,7 @@ def test_gradients_autocast_and_inference_mode():
 
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_cuda_graph(tokens):
-    dense, sparse = layer(512, 1024)
+    _, sparse = layer(512, 1024)
     x = torch.randn(tokens, 1024, device=CUDA, dtype=torch.bfloat16)
     sparse(x)
     graph = torch.cuda.CUDAGraph()
@@ -156,7 +156,7 @@ def test_cuda_graph(tokens):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compile(mode):
     torch._dynamo.reset()
-    dense, sparse = layer(256, 256)
+    _, sparse = layer(256, 256)
     model = nn.Sequential(sparse, nn.GELU(), copy.deepcopy(sparse))
     compiled = torch.compile(model, fullgraph=True, mode=mode)
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_compile(mode):
 
 
 def test_several_streams():
-    dense, sparse = layer(1024, 1024)
+    _, sparse = layer(1024, 1024)
     inputs = [torch.randn(4, 1024, device=CUDA, dtype=torch.bfloat16) for _ in range(8)]
     expected = [sparse(x) for x in inputs]
     torch.cuda.synchronize()

@@ -176,7 +176,7 @@ def test_failures_name_the_function(library):
 
 def test_algorithms_are_those_that_make_a_plan(library):
     ids = [Algorithm(i) for i in range(3)]
-    assert algorithms(*SHAPE) == [*ids, *[Algorithm(i, -1) for i in range(3)]]
+    assert algorithms(*SHAPE) == ids
     assert algorithms(64, 32, 2048, torch.bfloat16, CUDA) == ids
     library.refuse_splits = True
     assert algorithms(*SHAPE) == ids

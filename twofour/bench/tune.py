@@ -1,14 +1,15 @@
 """Measure which kernel is fastest for the products of a model on this GPU, and remember it.
 
 Every candidate is first run once and compared with float64 on a sample of the outputs: one whose error is
-more than 1.2 times that of the dense product does not count, however fast. Then all are timed from CUDA graphs
-with the weights rotated past the L2, the best few once more with care. The best of each backend is kept.
+more than 1.2 times that of the dense product does not count, however fast. Then all are timed from CUDA
+graphs with the weights rotated past the L2, the best few once more with care. The best of each is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def _tune_one(weights: _Weights, bucket: int) -> dict[str, Any]:
     best = {choice.backend: (ms, choice) for ms, choice in reversed(again)}
     kept = sorted(best.values(), key=lambda entry: entry[0])
     tuning.remember(product.key, index, [{**asdict(choice), "ms": round(ms, 5)} for ms, choice in kept])
-    dense = time_graph([lambda w=w: F.linear(x, w) for w in weights.dense], 20)["p50"]
+    dense = time_graph([partial(F.linear, x, weight) for weight in weights.dense], 20)["p50"]
     return {
         "n": weights.n,
         "k": weights.k,
@@ -112,11 +113,8 @@ def _tune_one(weights: _Weights, bucket: int) -> dict[str, Any]:
 
 
 def _time(run: dispatch.Run, x: Tensor, weights: _Weights, repeats: int) -> float:
-    calls = [
-        lambda p=p, c=c: run(x, p.values, p.meta, None, c)  # type: ignore[misc]
-        for p, c in zip(weights.packed, weights.compressed, strict=True)
-    ]
-    return time_graph(calls, repeats)["p50"]
+    forms = zip(weights.packed, weights.compressed, strict=True)
+    return time_graph([partial(run, x, p.values, p.meta, None, c) for p, c in forms], repeats)["p50"]
 
 
 def _error(y: Tensor, exact: Tensor) -> float:

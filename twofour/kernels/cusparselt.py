@@ -43,6 +43,7 @@ from twofour.errors import InputError, TwoFourError
 TOKEN_MULTIPLE = 8
 #: Plans kept; one is about 100 KiB of host memory.
 KEPT_PLANS = 512
+_ALIGNMENT = 256
 
 _SONAME = "libcusparseLt.so.0"
 _OLDEST = (0, 7)
@@ -187,9 +188,9 @@ def _failure(library: Any, name: str, status: int, hint: str | None = None) -> T
 
 
 def _opaque() -> Any:
-    """A zeroed structure for the library to fill, aligned as it asks (16 bytes)."""
-    room = (ctypes.c_uint8 * (_OPAQUE_BYTES + 16))()
-    return (ctypes.c_uint8 * _OPAQUE_BYTES).from_buffer(room, -ctypes.addressof(room) % 16)
+    """A zeroed structure for the library to fill, aligned beyond what it asks for (16 bytes)."""
+    room = (ctypes.c_uint8 * (_OPAQUE_BYTES + _ALIGNMENT))()
+    return (ctypes.c_uint8 * _OPAQUE_BYTES).from_buffer(room, -ctypes.addressof(room) % _ALIGNMENT)
 
 
 def _index(device: torch.device) -> int:

@@ -70,15 +70,17 @@ def why_not(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | N
 
 
 def configs(tokens: int) -> list[Config]:
-    """Candidates for a number of tokens: one tile if they fit into it, otherwise large tiles."""
+    """Candidates for a number of tokens: in one tile while they are few, in one or several when they are more."""
     room = _room(tokens)
-    wide = tokens > room
+    tiles = [room] if tokens <= 64 else [t for t in (64, 96, 128, 192, 256) if t <= room]
     found = []
-    for tile in (128, 192, 256) if wide else (room,):
-        for resident, warpgroups, split, step in itertools.product((2, 1), (1, 2, 4), (1, 2, 4), (128, 256)):
-            config = _fit(tile, warpgroups, split, step, resident)
-            if config is not None and not (wide and (split > 1 or warpgroups == 1)):
-                found.append(config)
+    for tile, resident, warpgroups, split, step in itertools.product(
+        tiles, (2, 1), (1, 2, 4), (1, 2, 4), (128, 256)
+    ):
+        config = _fit(tile, warpgroups, split, step, resident)
+        # With thousands of tokens there are blocks enough without splitting, and small ones read x too often.
+        if config is not None and not (tokens > 1024 and (split > 1 or tile * warpgroups < 256)):
+            found.append(config)
     return list(dict.fromkeys(found))
 
 

@@ -28,6 +28,7 @@ constexpr int E_PITCH = STEP / 8;                 // bytes of positions a row
 constexpr int E_BYTES = ROWS * E_PITCH;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + E_BYTES;
 constexpr int ACCUMULATORS = TOKENS / 2;          // floats a thread
+constexpr int PENDING = STAGES > 2;               // with two stages, waiting would leave only one to be filled
 constexpr int SHARE = ACCUMULATORS / SPLIT;       // of which each block of a cluster finishes so many
 
 struct alignas(64) TensorMap { char opaque[128]; };
@@ -197,12 +198,12 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
       WGMMA(sum, a64 + 2, b64 + 4, places[j], 1);
     }
     // One tile's products stay in flight while the next tile is prepared; those of the tile before are done.
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j])::"memory");
 #pragma unroll
     for (int j = 0; j < STEP / 64; ++j) asm volatile("" : "+r"(before[j]), "+r"(places[j])::"memory");
-    if (i > 0 && threadIdx.x % 128 == 0) barrier_arrive(shared_address(&empty[(i - 1) % STAGES]));
+    if (i >= PENDING && threadIdx.x % 128 == 0) barrier_arrive(shared_address(&empty[(i - PENDING) % STAGES]));
   };
   for (int i = 0; i < count; i += 2) {
     multiply(i, even, odd);
