@@ -70,7 +70,7 @@ def why_not(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | N
 
 
 def configs(tokens: int) -> list[Config]:
-    """Candidates for a number of tokens: in one tile while they are few, in one or several when they are more."""
+    """Candidates for a number of tokens: in one tile while they are few, in one or several after that."""
     room = _room(tokens)
     tiles = [room] if tokens <= 64 else [t for t in (64, 96, 128, 192, 256) if t <= room]
     found = []
