@@ -79,7 +79,10 @@ def linear(
     compressed: Tensor | None = None,
 ) -> Tensor:
     """`twofour::linear` on a CUDA device."""
-    n = values.shape[0]
+    n, device = values.shape[0], x.device.index
+    if torch._C._cuda_getDevice() != device:  # launches go to the current one
+        with torch.cuda.device(device):
+            return linear(x, values, meta, scale, bias, columns, compressed)
     if scale is not None or x.dtype != values.dtype:
         return reference.linear(x, values, meta, scale, bias, columns)
     flat = x if x.dim() == 2 else x.reshape(-1, columns)
@@ -88,7 +91,7 @@ def linear(
     tokens = flat.shape[0]
     if tokens == 0:
         return x.new_empty(*x.shape[:-1], n)
-    key = (n, columns, bucket_of(tokens), x.dtype, x.device.index, compressed is not None)
+    key = (n, columns, bucket_of(tokens), x.dtype, device, compressed is not None)
     runs = _forced[-1][1] if _forced else _runs
     run = runs.get(key)
     if run is None:
@@ -177,8 +180,15 @@ def runner(product: Product, choice: Choice | None = None) -> Run:
     """The call that runs a product in the way chosen."""
     choice = choice or choose(product)
     if choice.backend == "hopper":
-        config = hopper.Config(**choice.config)
-        return lambda x, values, meta, bias, _: hopper.linear(x, values, meta, bias, config)
+        shape = (product.n, product.k, product.dtype, hopper.Config(**choice.config), product.device)
+        launches = hopper.Launches(*shape)
+
+        def run(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, _: Tensor | None) -> Tensor:
+            out = x.new_empty((x.shape[0], product.n))
+            launches.run(x, values, meta, bias, out)
+            return out
+
+        return run
     if choice.backend == "cusparselt":
         algorithm = cusparselt.Algorithm(**choice.config)
         return lambda x, values, meta, bias, compressed: _cusparselt(x, compressed, product, algorithm, bias)

@@ -13,7 +13,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -25,6 +25,7 @@ from twofour.kernels import nvrtc
 _SHARED_BYTES = 227 << 10  # of a multiprocessor
 _ELEMENT = {torch.float16: 6, torch.bfloat16: 9, torch.uint8: 0}  # CUtensorMapDataType
 _SWIZZLE_128 = 3
+_KEPT_LAUNCHES = 4096  # of one shape: more than any model has layers, few enough to forget a lost model's
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,11 @@ def _fit(room: int, warpgroups: int, split: int, step: int, resident: int) -> Co
 def linear(
     x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, config: Config, out: Tensor | None = None
 ) -> Tensor:
-    """x [tokens, k] · Wᵀ + bias with at most `config.tokens` tokens."""
-    tokens, k = x.shape
-    n = values.shape[0]
-    device = x.device.index
+    """x [tokens, k] · Wᵀ + bias, all contiguous and on one GPU."""
     if out is None:
-        out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-    launch = _launch(values.data_ptr(), meta.data_ptr(), n, k, values.dtype, config, device)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    launch(x.data_ptr(), tokens, out.data_ptr(), 0 if bias is None else bias.data_ptr(), stream)
+        out = x.new_empty((x.shape[0], values.shape[0]))
+    launches = _launches(values.shape[0], x.shape[1], x.dtype, config, x.device.index)
+    launches.run(x, values, meta, bias, out)
     return out
 
 
@@ -161,16 +158,40 @@ def _text() -> str:
     return files("twofour.kernels").joinpath("cuda/decode_sm90.cu").read_text()
 
 
-class _Launch:
-    """One layer under one configuration: everything but x, the output and the stream is set once."""
+class Launches:
+    """The launches of one shape under one configuration, by the addresses of the weight's tensors."""
 
-    def __init__(
-        self, values: int, meta: int, n: int, k: int, dtype: torch.dtype, config: Config, device: int
-    ) -> None:
-        function = nvrtc.load(source(config, dtype), "sm_90a", "decode", config.shared_bytes, device)
+    def __init__(self, n: int, k: int, dtype: torch.dtype, config: Config, device: int) -> None:
+        self.n, self.k, self.dtype, self.config, self.device = n, k, dtype, config, device
+        self.function = nvrtc.load(source(config, dtype), "sm_90a", "decode", config.shared_bytes, device)
+        self.by_address: dict[tuple[int, int], _Launch] = {}
+
+    def run(self, x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """The hot path: microseconds of host time count."""
+        key = (values.data_ptr(), meta.data_ptr())
+        launch = self.by_address.get(key)
+        if launch is None:
+            if len(self.by_address) >= _KEPT_LAUNCHES:
+                self.by_address.clear()
+            launch = self.by_address[key] = _Launch(self, *key)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        launch(x.data_ptr(), x.shape[0], out.data_ptr(), 0 if bias is None else bias.data_ptr(), stream)
+
+
+@cache
+def _launches(n: int, k: int, dtype: torch.dtype, config: Config, device: int) -> Launches:
+    return Launches(n, k, dtype, config, device)
+
+
+class _Launch:
+    """One weight under one configuration: everything but x, the output and the stream is set once."""
+
+    def __init__(self, of: Launches, values: int, meta: int) -> None:
+        n, k, dtype, config = of.n, of.k, of.dtype, of.config
         rows = 64 * config.warpgroups
         self.lock = threading.Lock()
-        maps = _aligned(3 * 128, 128)
+        self.memory = ctypes.create_string_buffer(4 * 128)
+        maps = -(-ctypes.addressof(self.memory) // 128) * 128
         _describe(maps, dtype, values, (k // 2, n), k, (64, rows), _SWIZZLE_128)
         _describe(maps + 128, torch.uint8, meta, (k // 8, n), k // 8, (config.step // 8, rows), 0)
         self.pointers = (ctypes.c_uint64 * 2)()  # y, bias
@@ -179,25 +200,18 @@ class _Launch:
         self.numbers = (ctypes.c_int * 6)(n, 0, -(-k // config.step), self.blocks, 1, config.grouped)
         at, number = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
         where = [maps, maps + 128, maps + 256, at, at + 8, *range(number, number + 24, 4)]
-        arguments = (ctypes.c_void_p * len(where))(*where)
-        self.encode_x = _encoder(maps + 256, dtype, k, config.tokens)
-        self.run = nvrtc.launcher(function, config.threads, config.shared_bytes, arguments)
+        self.arguments = (ctypes.c_void_p * len(where))(*where)
+        self.describe_x = _encoder(maps + 256, dtype, k, config.tokens)
+        self.run = nvrtc.launcher(of.function, config.threads, config.shared_bytes, self.arguments)
 
     def __call__(self, x: int, tokens: int, out: int, bias: int, stream: int) -> None:
+        tiles = -(-tokens // self.room)
         with self.lock:  # the driver copies the arguments before it returns
-            self.encode_x(x, tokens)
-            self.pointers[:] = [out, bias]
-            tiles = -(-tokens // self.room)
-            self.numbers[1] = tokens
-            self.numbers[4] = tiles
+            self.describe_x(x, tokens)
+            pointers, numbers = self.pointers, self.numbers
+            pointers[0], pointers[1] = out, bias
+            numbers[1], numbers[4] = tokens, tiles
             self.run(self.blocks * tiles * self.split, stream)
-
-
-@lru_cache(maxsize=8192)
-def _launch(
-    values: int, meta: int, n: int, k: int, dtype: torch.dtype, config: Config, device: int
-) -> _Launch:
-    return _Launch(values, meta, n, k, dtype, config, device)
 
 
 def _encoder(at: int, dtype: torch.dtype, k: int, box_tokens: int) -> Any:
@@ -205,15 +219,20 @@ def _encoder(at: int, dtype: torch.dtype, k: int, box_tokens: int) -> Any:
     encode = nvrtc.driver().cuTensorMapEncodeTiled
     sizes, pitch = (ctypes.c_uint64 * 2)(k, 0), (ctypes.c_uint64 * 1)(2 * k)
     box, ones = (ctypes.c_uint32 * 2)(64, box_tokens), (ctypes.c_uint32 * 2)(1, 1)
-    target = ctypes.c_void_p(at)
+    target, address_of_x, last = ctypes.c_void_p(at), ctypes.c_void_p(), (0, 0)
 
     def describe_x(address: int, tokens: int) -> None:
+        nonlocal last
+        if last == (address, tokens):
+            return
+        last = (address, tokens)
         sizes[1] = tokens
+        address_of_x.value = address
         status = encode(
             target,
             _ELEMENT[dtype],
             2,
-            ctypes.c_void_p(address),
+            address_of_x,
             sizes,
             pitch,
             box,
@@ -254,13 +273,3 @@ def _describe(
         0,  # zeros beyond the edges
     )
     nvrtc.check(status, "cuTensorMapEncodeTiled")
-
-
-_kept: list[Any] = []
-
-
-def _aligned(size: int, alignment: int) -> int:
-    """The address of memory that lives as long as the process."""
-    buffer = ctypes.create_string_buffer(size + alignment)
-    _kept.append(buffer)
-    return -(-ctypes.addressof(buffer) // alignment) * alignment
