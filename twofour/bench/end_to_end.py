@@ -27,7 +27,7 @@ from torch import Tensor
 from twofour.bench.products import free, one_line
 from twofour.bench.timing import Times, time_cpu, time_eager, time_graph
 from twofour.errors import InputError
-from twofour.nn.convert import packed_layers
+from twofour.nn import Memory, packed_layers
 from twofour.progress import OnProgress, silent
 
 CONTENDERS = ("dense", "twofour")
@@ -141,7 +141,9 @@ def prune_and_pack(model: Any, seed: int = 0) -> dict[str, Any]:
     dense_bytes = sum(model.get_parameter(f"{layer.name}.weight").nbytes for layer in chosen)
     # One block at a time: packing all at once holds both forms of the whole model.
     for block in range(model.config.num_hidden_layers):
-        pack_(model, include=[f"model.layers.{block}.*"], memory="auto")
+        # "auto" would keep the dense weights as well on a CPU.
+        memory: Memory = "auto" if model.device.type == "cuda" else "small"
+        pack_(model, include=[f"model.layers.{block}.*"], memory=memory)
     free(model.device)
     resident = sum(_bytes_beside_bias(module) for module in packed_layers(model).values())
     after = model(tokens, use_cache=False).logits.float()

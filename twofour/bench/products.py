@@ -121,9 +121,14 @@ def _torch24(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
 CONTENDERS: dict[str, Contender | Factory] = {
     "dense": Contender(_dense, dense_bytes, work=1.0),
     "twofour": Contender(_twofour),  # what was measured fastest, for each number of tokens
+    "torch24": Contender(_torch24),
+}
+
+
+#: Further ones where there is a GPU.
+GPU_CONTENDERS: dict[str, Contender | Factory] = {
     "twofour small": Contender(partial(_twofour, memory="small")),  # without cuSPARSELt's positions
     "cusparselt": Contender(_cusparselt),  # its best algorithm, with our kept plans
-    "torch24": Contender(_torch24),
 }
 
 
@@ -179,7 +184,8 @@ def run_products(
     """
     device = torch.device(device)
     ceilings = ceilings or measure_ceilings(device, dtype)
-    given = CONTENDERS if contenders is None else contenders
+    everyone = {**CONTENDERS, **(GPU_CONTENDERS if torch.device(device).type == "cuda" else {})}
+    given = everyone if contenders is None else contenders
     # Dense first: the ratios of the others need it.
     known = {n: c if isinstance(c, Contender) else Contender(c) for n, c in given.items()}
     known = {n: known[n] for n in sorted(known, key=lambda n: n != "dense")}
