@@ -1,0 +1,156 @@
+"""How a kernel is chosen, without a GPU: a pretended H200, tables in a temporary cache, a fake clock."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from twofour.bench import tune as tuner
+from twofour.errors import InputError
+from twofour.kernels import cusparselt, dispatch, hopper, reference, tuning
+from twofour.kernels.dispatch import Choice, Product, bucket_of, choose
+
+PRODUCT = Product(4096, 4096, 16, torch.bfloat16, 0, True)
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch, tmp_path):
+    """An H200 as far as choosing is concerned."""
+    monkeypatch.setenv("TWOFOUR_CACHE", str(tmp_path))
+    monkeypatch.delenv("TWOFOUR_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    monkeypatch.setattr(cusparselt, "version", lambda: (0, 8, 0))
+    monkeypatch.setattr(cusparselt, "why_not", lambda device, dtype, n, k: None)
+    for table in (tuning._own, tuning._shipped, tuning._versions):
+        table.cache_clear()
+    dispatch.forget()
+    yield
+    for table in (tuning._own, tuning._shipped, tuning._versions):
+        table.cache_clear()
+    dispatch.forget()
+
+
+def test_buckets():
+    assert [bucket_of(t) for t in (1, 8, 9, 64, 65, 1024, 1025, 8192, 100_000)] == [
+        *(8, 8, 16, 64, 96, 1024, 1536, 8192, 8192)
+    ]
+
+
+def test_shipped_choice_for_a_known_shape():
+    assert choose(PRODUCT).backend == "hopper"
+    assert choose(PRODUCT).config["tokens"] == 16
+    assert choose(replace(PRODUCT, bucket=8192)).backend == "cusparselt"
+
+
+def test_every_shipped_choice_can_be_run():
+    table = tuning._shipped(0)
+    assert len(table) >= 80
+    for product, choices in table.items():
+        shape, dtype, bucket = product.split()
+        assert dtype == "bfloat16"
+        assert int(bucket) in dispatch.BUCKETS
+        for choice in choices:
+            if choice["backend"] == "hopper":
+                config = hopper.Config(**choice["config"])
+                assert config.shared_bytes <= 227 << 10
+                assert config.tokens >= int(bucket) or int(bucket) > 64
+            else:
+                assert cusparselt.Algorithm(**choice["config"]).id < 21, shape
+
+
+def test_measured_here_goes_before_shipped_and_lasts():
+    tuning.remember(PRODUCT.key, 0, [{"backend": "cusparselt", "config": {"id": 3}, "ms": 0.1}])
+    assert choose(PRODUCT) == Choice("cusparselt", {"id": 3})
+    tuning._own.cache_clear()  # as in a new process
+    assert choose(PRODUCT) == Choice("cusparselt", {"id": 3})
+
+
+def test_a_choice_that_cannot_run_is_passed_over():
+    tuning.remember(PRODUCT.key, 0, [{"backend": "cusparselt", "config": {"id": 3}, "ms": 0.1}])
+    assert choose(replace(PRODUCT, compressed=False)).backend == "hopper"
+
+
+def test_neighbours_lend_their_choice():
+    shipped = choose(replace(PRODUCT, bucket=32))
+    assert choose(replace(PRODUCT, bucket=24)) == shipped
+    assert choose(replace(PRODUCT, dtype=torch.float16)) == choose(PRODUCT)
+
+
+def test_unknown_shapes_get_a_rule_of_thumb():
+    odd = Product(3072, 640, 8, torch.bfloat16, 0, False)
+    assert hopper.Config(**choose(odd).config).tokens == 8
+    assert choose(replace(odd, bucket=4096, compressed=True)).backend == "cusparselt"
+    assert choose(replace(odd, k=644)).backend == "reference"
+
+
+def test_override(monkeypatch):
+    monkeypatch.setenv("TWOFOUR_BACKEND", "reference")
+    assert choose(PRODUCT).backend == "reference"
+    with dispatch.force("cusparselt"):
+        assert choose(PRODUCT).backend == "cusparselt"
+    monkeypatch.setenv("TWOFOUR_BACKEND", "abacus")
+    with pytest.raises(InputError, match="no backend 'abacus'"):
+        choose(PRODUCT)
+    monkeypatch.setenv("TWOFOUR_BACKEND", "hopper")
+    with pytest.raises(InputError, match="multiple of 128 columns"):
+        choose(replace(PRODUCT, k=100))
+
+
+def test_damaged_table_is_no_table():
+    path = tuning.own_path(0)
+    path.parent.mkdir(parents=True)
+    path.write_text("{ not json")
+    assert choose(PRODUCT).backend == "hopper"
+    tuning.remember("1x1 bfloat16 8", 0, [])
+    assert json.loads(path.read_text()) == {"1x1 bfloat16 8": []}
+
+
+WRITER = """
+import sys, torch
+torch.cuda.get_device_name = lambda device=None: "NVIDIA H200"
+from twofour.kernels import cusparselt, tuning
+cusparselt.version = lambda: (0, 8, 0)
+for i in range(20):
+    tuning.remember(f"{sys.argv[1]}x{i} bfloat16 8", 0, [{"backend": "reference", "config": {}}])
+"""
+
+
+def test_two_processes_leave_a_whole_table():
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(n)]) for n in (1, 2)]
+    assert [w.wait() for w in writers] == [0, 0]
+    table = json.loads(tuning.own_path(0).read_text())  # whole, whoever came last
+    assert sum(key.startswith("1x") for key in table) + sum(key.startswith("2x") for key in table) >= 20
+    assert not list(tuning.own_path(0).parent.glob("*.partial"))
+
+
+def test_tuning_takes_the_fastest_that_is_right(monkeypatch):
+    """Candidates on a CPU with a fake clock: the fastest one is wrong, so the second fastest is kept."""
+
+    def run_of(product, choice):
+        def run(x, values, meta, bias, compressed):
+            y = reference.linear(x, values, meta, None, bias, product.k)
+            return y * 1.1 if choice.config["id"] == 0 else y
+
+        run.clock = (1.0, 3.0, 2.0)[choice.config["id"]]
+        return run
+
+    def fake_clock(calls, repeats):
+        return {"p50": getattr(calls[0].func, "clock", 9.0)}
+
+    monkeypatch.setattr(
+        dispatch, "candidates", lambda product: [Choice("cusparselt", {"id": i}) for i in range(3)]
+    )
+    monkeypatch.setattr(dispatch, "runner", run_of)
+    monkeypatch.setattr(tuner, "time_graph", fake_clock)
+    monkeypatch.setattr(hopper, "compile_all", lambda *_: None)
+    monkeypatch.setattr(cusparselt, "compress", lambda weight: weight)
+    (row,) = tuner.tune([(64, 128)], [8], torch.float32, torch.device("cpu"))
+    assert row["best"] == {"cusparselt": {"ms": 2.0, "id": 2}}
+    assert row["times_dense"] == 4.5
+    assert [r["config"] for r in row["refused"]] == [{"id": 0}]
+    product = Product(64, 128, 8, torch.float32, 0, True)
+    assert choose(product) == Choice("cusparselt", {"id": 2})

@@ -1,0 +1,93 @@
+"""What can be known of the Hopper kernel without a GPU: it compiles, its indices are the instruction's."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from twofour.kernels import hopper
+from twofour.packed import pack
+from twofour.pattern import keep_best
+
+nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
+
+
+@nvcc
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "config", [hopper.guess(4096, 4096, 8), hopper.guess(28672, 4096, 64), hopper.guess(4096, 4096, 2048)]
+)
+def test_compiles_without_spills_or_serialised_products(config, dtype, tmp_path):
+    (tmp_path / "kernel.cu").write_text(hopper.source(config, dtype))
+    command = [
+        "nvcc",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        "-o",
+        "kernel.cubin",
+    ]
+    ran = subprocess.run([*command, "kernel.cu"], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"C75\d\d", ran.stderr) is None  # ptxas' warnings that wgmma is serialised
+    assert "0 bytes spill stores, 0 bytes spill loads" in ran.stderr
+    assert f"m64n{config.tokens}k32" in hopper.source(config, dtype)
+
+
+def test_every_candidate_fits_the_multiprocessor():
+    for tokens in (1, 8, 9, 64, 65, 128, 256, 257, 1024, 5000):
+        candidates = hopper.configs(tokens)
+        assert candidates
+        assert hopper.guess(4096, 4096, tokens) in candidates or tokens > 64
+        for config in candidates:
+            assert config.shared_bytes <= 227 << 10
+            assert config.stages >= 2
+            assert (config.tokens // 2) % config.split == 0
+            assert tokens > 64 or config.tokens >= tokens
+            assert config.threads * (config.tokens // 2 + 40) <= 65536  # registers
+
+
+def words_that_the_kernel_loads(meta: torch.Tensor, step64: int) -> list[int]:
+    """Each thread's word of positions for columns 64·step64 …, as decode_sm90.cu addresses them."""
+    words = []
+    for thread in range(128):
+        warp, lane = thread // 32, thread % 32
+        row, byte = 16 * warp + lane // 4, 8 * step64 + 2 * (lane % 4)
+        low, high = meta[row, byte : byte + 2], meta[row + 8, byte : byte + 2]
+        words.append(int(low[0]) | int(low[1]) << 8 | int(high[0]) << 16 | int(high[1]) << 24)
+    return words
+
+
+def positions_that_wgmma_reads(words: list[int], selector: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """(row, group of 4 within 32 columns) to the two positions, by the documented fragment of m64nNk32.
+
+    With selector s the lanes 2s and 2s+1 of each quad give the words: the low half for row lane/4 of the
+    warp's 16 rows, the high half for the row 8 further; the first lane columns 0-15, the second 16-31.
+    """
+    read = {}
+    for thread, word in enumerate(words):
+        warp, lane = thread // 32, thread % 32
+        if lane % 4 // 2 != selector:
+            continue
+        for half in range(2):
+            for group in range(4):
+                nibble = word >> (16 * half + 4 * group) & 15
+                row = 16 * warp + lane // 4 + 8 * half
+                read[row, 4 * (lane % 2) + group] = (nibble & 3, nibble >> 2)
+    return read
+
+
+def test_positions_reach_the_instruction_in_its_order():
+    weight = torch.randn(64, 256)
+    weight = weight.where(keep_best(weight.abs()), 0)
+    meta = pack(weight).meta
+    for step in range(256 // 32):
+        read = positions_that_wgmma_reads(words_that_the_kernel_loads(meta, step // 2), step % 2)
+        assert len(read) == 64 * 8
+        for (row, group), places in read.items():
+            column = 32 * step + 4 * group
+            kept = tuple(weight[row, column : column + 4].nonzero().flatten().tolist())
+            assert places == kept, (row, column)
