@@ -15,7 +15,10 @@ NAMES = ("twofour", "twofour small", "cusparselt", "torch24")
 def products() -> str:
     rows = json.loads((RESULTS / "h200-products-8b.json").read_text())["products"]
     cells = {(r["shape"], r["tokens"], r["contender"]): r for r in rows}
-    lines = ["| weight | tokens | dense µs | " + " | ".join(NAMES) + " |", "|---|---|---|" + "---|" * len(NAMES)]
+    lines = [
+        "| weight | tokens | dense µs | " + " | ".join(NAMES) + " |",
+        "|---|---|---|" + "---|" * len(NAMES),
+    ]
     for shape, tokens in dict.fromkeys((r["shape"], r["tokens"]) for r in rows):
         dense = cells[shape, tokens, "dense"]["graph_ms"]["p50"]
         ratios = [f"{cells[shape, tokens, n]['times_dense_graph']:.2f}×" for n in NAMES]
