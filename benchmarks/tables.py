@@ -1,4 +1,4 @@
-"""Write the tables of docs/speed.md from the rows in benchmarks/results. Usage: python benchmarks/tables.py"""
+"""Write the tables of docs/speed.md from the rows in benchmarks/results: python benchmarks/tables.py"""
 
 from __future__ import annotations
 
