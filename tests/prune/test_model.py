@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from twofour.errors import InputError
-from twofour.prune import Magnitude, method_named, prune_, prune_weight
+from twofour.prune import method_named, prune_, prune_weight
+from twofour.prune.magnitude import Magnitude
 from twofour.select import Layer
 
 

@@ -1,8 +1,8 @@
 """What a layer's inputs look like: the Gram matrix X·Xᵀ over all calibration tokens.
 
-Everything that one-shot pruning wants to know of the data is in it: for y = W·x the squared error that a change
-D of the weights makes is tr(D·G·Dᵀ), whatever the tokens were. Its diagonal are the squared norms of the input
-channels, which is all that Wanda and RIA need.
+Everything that one-shot pruning wants to know of the data is in it: for y = W·x the squared error that a
+change D of the weights makes is tr(D·G·Dᵀ), whatever the tokens were. Its diagonal are the squared norms of
+the input channels, which is all that Wanda and RIA need.
 """
 
 from __future__ import annotations

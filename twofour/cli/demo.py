@@ -21,8 +21,8 @@ def command(
     data: Annotated[
         Path | None, typer.Option(help="Text to evaluate on. Default: Python's documentation.")
     ] = None,
-    method: Annotated[str, typer.Option(help="How to prune.")] = "magnitude",
-    tokens: Annotated[int, typer.Option(help="How many tokens to evaluate on.")] = 8192,
+    method: Annotated[str, typer.Option(help="How to prune, see twofour prune.")] = "sparsegpt",
+    tokens: Annotated[int, typer.Option(help="How many tokens to evaluate on.")] = 4096,
     json: Json = False,
 ) -> None:
     """The whole way on a small real model, on any machine: prune, pack, check, evaluate, generate."""
@@ -71,6 +71,10 @@ def _show(found: dict[str, Any]) -> None:
         say('SmolLM2 comes from weights that were rounded to 4 bits: "dense" here is after that.')
     if found["method"] == "magnitude":
         say("Magnitude pruning uses no data and ruins a language model, as you see: it is the baseline.")
+    else:
+        say(
+            "One-shot pruning of so small a model costs much accuracy; fine-tuning after it is not built in yet."
+        )
     say("A CPU has no Sparse Tensor Cores: here 2:4 saves bytes, not time.")
     say("\nWhat to try next:")
     say(f"  twofour check {found['packed']}")

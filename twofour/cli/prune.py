@@ -30,7 +30,13 @@ def command(
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make.", show_default=False)],
-    method: Annotated[str, typer.Option(help="How to choose: magnitude.")] = "magnitude",
+    method: Annotated[str, typer.Option(help="magnitude, wanda, ria, sparsegpt or admm.")] = "magnitude",
+    calib: Annotated[Path | None, typer.Option(help="Calibration text: plain, or .jsonl.")] = None,
+    samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 128,
+    seqlen: Annotated[
+        int | None, typer.Option(help="Tokens a window. Default: the model's, at most 2048.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which windows are taken.")] = 0,
     include: Include = None,
     exclude: Exclude = None,
     resume: Resume = False,
@@ -42,7 +48,13 @@ def command(
     quiet_libraries()
     with progress("pruning") as on_progress:
         step = prune_checkpoint(
-            model, out, method, include or (), exclude or (), resume=resume, on_progress=on_progress
+            *(model, out, method, include or (), exclude or ()),
+            calib=calib,
+            samples=samples,
+            seqlen=seqlen,
+            seed=seed,
+            resume=resume,
+            on_progress=on_progress,
         )
     errors = [layer["relative_error"] for layer in step["layers"].values()]
     if json:

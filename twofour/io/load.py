@@ -63,10 +63,11 @@ def load(
     return model
 
 
-def load_causal_lm(directory: str | Path) -> tuple[Any, Any]:
-    """A causal language model, packed or dense, and its tokenizer, to evaluate or generate with.
+def load_causal_lm(directory: str | Path, device: str | None = None, dtype: Any = None) -> tuple[Any, Any]:
+    """A causal language model, packed or dense, and its tokenizer.
 
-    On a GPU in the dtype of the checkpoint; on a CPU in float32, where 16 bit is slower and no more exact.
+    Unless told otherwise on a GPU, if there is one, in the dtype of the checkpoint; on a CPU in float32, where
+    16 bit is slower and no more exact.
     """
     import torch
     import transformers
@@ -74,12 +75,11 @@ def load_causal_lm(directory: str | Path) -> tuple[Any, Any]:
     checkpoint = Checkpoint(directory)  # its errors are clearer than transformers'
     if is_packed(checkpoint.config):
         packed_modules(checkpoint.config["quantization_config"])
-    on_gpu = torch.cuda.is_available()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("auto" if device == "cuda" else torch.float32)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype="auto" if on_gpu else torch.float32, device_map="cuda" if on_gpu else "cpu"
-        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=device)
     except InputError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:

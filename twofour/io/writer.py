@@ -52,8 +52,7 @@ class CheckpointWriter:
         self.staging = self.out.absolute().parent / f".{self.out.absolute().name}.partial"
         #: What earlier shards gave, by number: from this run or, resumed, from the one before.
         self.done: dict[int, dict[str, Any]] = {}
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise InputError(f"{self.out} already exists.", hint="Choose another name or remove it first.")
+        require_new(self.out)
         with _readable_os_errors(self.out):
             self.out.absolute().parent.mkdir(parents=True, exist_ok=True)
             if self.staging.exists() and not (resume and self._take_over(fingerprint)):
@@ -119,6 +118,12 @@ class CheckpointWriter:
     def _note(self, note: dict[str, Any]) -> None:
         with (self.staging / _PROGRESS).open("a") as file:
             file.write(json.dumps(note) + "\n")
+
+
+def require_new(out: Path) -> None:
+    """Refuse a target that is there already: nothing is ever overwritten."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} already exists.", hint="Choose another name or remove it first.")
 
 
 def publish(staging: Path, out: Path) -> None:

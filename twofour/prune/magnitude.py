@@ -7,9 +7,11 @@ The baseline of every comparison, and the right start when the whole training is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
+from twofour.calibrate.statistics import Gram
 from twofour.pattern import keep_best, require_finite
 
 
@@ -17,9 +19,10 @@ from twofour.pattern import keep_best, require_finite
 class Magnitude:
     """Options of the method: it has none."""
 
-    name = "magnitude"
+    name: ClassVar[str] = "magnitude"
+    needs_inputs: ClassVar[bool] = False
 
-    def prune(self, matrix: Tensor, layer: str | None = None) -> Tensor:
+    def prune(self, matrix: Tensor, layer: str | None = None, inputs: Gram | None = None) -> Tensor:
         """The matrix with the two smaller magnitudes of each group set to zero."""
         require_finite(matrix, layer)
         # In int8 the magnitude of -128 does not exist.

@@ -1,0 +1,417 @@
+"""The methods that look at a layer's inputs: against slow loops, closed forms, an oracle and each other."""
+
+import itertools
+
+import pytest
+import torch
+
+from twofour.calibrate.statistics import Gram
+from twofour.errors import InputError, TwoFourError
+from twofour.pattern import check_pattern, keep_best
+from twofour.prune.admm import ADMM
+from twofour.prune.hessian import damped_cholesky, relative_output_error
+from twofour.prune.magnitude import Magnitude
+from twofour.prune.ria import RIA
+from twofour.prune.sparsegpt import SparseGPT
+from twofour.prune.wanda import Wanda
+
+METHODS = [Wanda(), RIA(), SparseGPT(), SparseGPT(pairs=False), ADMM()]
+UPDATING = [SparseGPT(), SparseGPT(pairs=False), ADMM()]
+SEEDS = range(8)
+
+
+def problem(seed=0, rows=8, columns=32, tokens=256):
+    """Weights, and inputs that live near a low-dimensional space, with channels of very different size."""
+    random = torch.Generator().manual_seed(seed)
+    rank = max(1, columns // 4)
+    mix = torch.randn(rank, columns, generator=random) / rank**0.5
+    x = torch.randn(tokens, rank, generator=random) @ mix + 0.3 * torch.randn(
+        tokens, columns, generator=random
+    )
+    x = x * torch.randn(columns, generator=random).mul(0.7).exp()
+    return torch.randn(rows, columns, generator=random), gram_of(x)
+
+
+def gram_of(x):
+    inputs = Gram(x.shape[1])
+    inputs.add(x)
+    return inputs
+
+
+def identity(columns):
+    return gram_of(torch.eye(columns))
+
+
+def damped(inputs, damping=0.01):
+    """The Hessian in float64, every step spelled out."""
+    gram = inputs.mean.double()
+    return gram + damping * gram.diagonal().mean() * torch.eye(gram.shape[0], dtype=torch.float64)
+
+
+def least_squares(dense, kept, hessian):
+    """The best row with nonzeros only where `kept`, by the normal equations."""
+    new = torch.zeros_like(dense)
+    new[kept] = torch.linalg.solve(hessian[kept][:, kept], (hessian @ dense)[kept])
+    return new
+
+
+def exact_obs(matrix, inputs, damping=0.01):
+    """The oracle (OBC): per row, remove the cheapest weight of all, update the rest exactly, downdate H⁻¹."""
+    hessian = damped(inputs, damping)
+    new = matrix.double().clone()
+    for row in new:
+        inverse = torch.linalg.inv(hessian)
+        zeros = [0] * (len(row) // 4)
+        gone = torch.zeros(len(row), dtype=torch.bool)
+        closed = torch.zeros(len(row), dtype=torch.bool)
+        while not closed.all():
+            cost = row.square() / inverse.diagonal()
+            j = int(cost.masked_fill(closed | gone, torch.inf).argmin())
+            row -= row[j] / inverse[j, j] * inverse[:, j]
+            inverse = inverse - torch.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+            gone[j] = True
+            row[gone] = 0.0
+            inverse[j, j] = 1.0  # its row and column are zero now; any diagonal keeps the division defined
+            zeros[j // 4] += 1
+            if zeros[j // 4] == 2:
+                closed[j // 4 * 4 : j // 4 * 4 + 4] = True
+    return new.float()
+
+
+def mean_error(prune):
+    errors = []
+    for seed in SEEDS:
+        matrix, inputs = problem(seed)
+        errors.append(relative_output_error(matrix, prune(matrix, inputs), inputs))
+    return sum(errors) / len(errors)
+
+
+# Quality
+
+
+def test_output_errors_are_in_the_known_order():
+    error = {method.name: mean_error(lambda w, g, m=method: m.prune(w, inputs=g)) for method in METHODS[:3]}
+    error["published"] = mean_error(lambda w, g: SparseGPT(pairs=False).prune(w, inputs=g))
+    error["admm"] = mean_error(lambda w, g: ADMM().prune(w, inputs=g))
+    error["magnitude"] = mean_error(lambda w, g: Magnitude().prune(w))
+    error["oracle"] = mean_error(exact_obs)
+    assert error["sparsegpt"] < 0.6 * error["wanda"]
+    assert error["wanda"] < 0.7 * error["magnitude"]
+    assert error["ria"] < 0.9 * error["magnitude"]
+    assert error["sparsegpt"] < 1.02 * error["published"]
+    assert error["admm"] < error["sparsegpt"]
+    # The oracle chooses freely where to go next and freezes nothing; a sweep cannot come much nearer.
+    assert error["oracle"] < error["sparsegpt"] < 3 * error["oracle"]
+    assert error["admm"] < 1.5 * error["oracle"]
+
+
+def test_the_joint_choice_is_better_than_the_published_one_on_one_group():
+    """With one group there is no later one to interfere: the best of all six least-squares fits, exactly."""
+    for seed in SEEDS:
+        matrix, inputs = problem(seed, columns=4)
+        pruned = SparseGPT().prune(matrix, inputs=inputs)
+        hessian = damped(inputs)
+        for dense, new in zip(matrix.double(), pruned.double(), strict=True):
+            fits = [
+                least_squares(dense, torch.tensor(kept), hessian)
+                for kept in itertools.combinations(range(4), 2)
+            ]
+            best = min(fits, key=lambda fit: float((dense - fit) @ hessian @ (dense - fit)))
+            torch.testing.assert_close(new, best, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_admm_refit_lowers_the_error_on_the_same_weights(seed):
+    matrix, inputs = problem(seed)
+    for iterations in (1, 3, 30):
+        without = ADMM(iterations=iterations, refit=0).prune(matrix, inputs=inputs)
+        refitted = ADMM(iterations=iterations).prune(matrix, inputs=inputs)
+        assert torch.equal(without != 0, refitted != 0)
+        better, worse = (relative_output_error(matrix, w, inputs) for w in (refitted, without))
+        assert better <= worse * (1 + 1e-4)
+        if iterations == 1:
+            assert better < 0.8 * worse
+
+
+@pytest.mark.parametrize("method", [ADMM(iterations=1, refit=24), ADMM(iterations=600, refit=0)], ids=repr)
+def test_admm_and_its_refit_each_reach_least_squares(method):
+    """Damping is a share of the scaled Hessian's diagonal, so the closed form is in scaled weights.
+
+    A row keeps 16 weights: conjugate gradients need about as many steps, steepest descent far more.
+    """
+    matrix, inputs = problem()
+    norms = inputs.channel_norms.double()
+    hessian = inputs.mean.double() / norms / norms[:, None] + 0.01 * torch.eye(32, dtype=torch.float64)
+    pruned = method.prune(matrix, inputs=inputs)
+    for dense, new in zip(matrix.double(), pruned.double(), strict=True):
+        expected = least_squares(dense * norms, new != 0, hessian) / norms
+        torch.testing.assert_close(new, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_admm_with_one_iteration_is_wanda():
+    matrix, inputs = problem()
+    once = ADMM(iterations=1, refit=0).prune(matrix, inputs=inputs)
+    torch.testing.assert_close(once, Wanda().prune(matrix, inputs=inputs))
+
+
+# The weight update
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_the_obs_update_is_least_squares(pairs):
+    """Only the first group loses weights, all others hold two zeros already: the rest must make up for it.
+
+    The columns of those zeros carry no input. All kept weights are free for the joint removal; the published
+    sweep freezes what is left of the weight it removes.
+    """
+    matrix, correlated = problem()
+    dead = (torch.arange(32) % 4 >= 2) & (torch.arange(32) >= 4)
+    inputs = Gram(32)
+    inputs.mean = correlated.mean.masked_fill(dead, 0.0).masked_fill(dead[:, None], 0.0)
+    pruned = SparseGPT(pairs=pairs).prune(matrix, inputs=inputs)
+    # Damping is a share of the mean over channels that fire.
+    gram = inputs.mean.double()
+    shift = 0.01 * gram.diagonal()[~dead].mean()
+    hessian = gram + shift * torch.eye(32, dtype=torch.float64)
+    for dense, new in zip(matrix.double().masked_fill(dead, 0.0), pruned.double(), strict=True):
+        assert (new[:4] != 0).sum() == 2
+        assert (new[~dead][4:] != 0).all()
+        kept = ~dead & (new != 0)
+        if pairs:
+            expected = least_squares(dense, kept, hessian)
+        else:
+            expected = dense.clone()
+            for j in range(4):
+                if new[j] == 0:  # removed in turn, everything further right moves
+                    free = ~dead & (torch.arange(32) >= j)
+                    inverse = torch.linalg.inv(hessian[free][:, free])
+                    expected[free] -= expected[j] / inverse[0, 0] * inverse[0]
+            expected[~kept] = 0.0
+        torch.testing.assert_close(new, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_published_sparsegpt_against_a_column_loop():
+    matrix, inputs = problem(rows=16, columns=48)
+    factor = torch.linalg.cholesky(torch.linalg.inv(damped(inputs)), upper=True)
+    weight = matrix.double().clone()
+    for j in range(48):
+        if j % 4 == 0:
+            keep = keep_best((weight[:, j : j + 4] / factor.diagonal()[j : j + 4]).square())
+        error = weight[:, j].masked_fill(keep[:, j % 4], 0.0) / factor[j, j]
+        weight[:, j:] -= error[:, None] * factor[j, j:]
+        weight[~keep[:, j % 4], j] = 0.0
+    pruned = SparseGPT(pairs=False).prune(matrix, inputs=inputs)
+    torch.testing.assert_close(pruned, weight.float(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_the_block_size_changes_nothing(pairs):
+    matrix, inputs = problem(columns=44)
+    whole = SparseGPT(block=128, pairs=pairs).prune(matrix, inputs=inputs)
+    for block in (4, 12, 16):
+        split = SparseGPT(block=block, pairs=pairs).prune(matrix, inputs=inputs)
+        torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [32, 30])
+@pytest.mark.parametrize("method", [*METHODS[:1], *UPDATING], ids=repr)
+def test_uncorrelated_equal_inputs_make_every_method_magnitude(method, columns):
+    matrix, _ = problem(columns=columns)
+    new, expected = method.prune(matrix, inputs=identity(columns)), Magnitude().prune(matrix)
+    if isinstance(method, ADMM):  # scales the weights back and forth
+        assert torch.equal(new != 0, expected != 0)
+        torch.testing.assert_close(new, expected)
+    else:
+        assert torch.equal(new, expected)
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_equal_weights_the_left_ones_stay(pairs):
+    rows = list(itertools.product([1.0, -1.0, 2.0], repeat=4))
+    matrix = torch.tensor(rows)
+    pruned = SparseGPT(pairs=pairs).prune(matrix, inputs=identity(4))
+    assert torch.equal(pruned, Magnitude().prune(matrix))
+
+
+# Scores
+
+
+def kept_by_loop(matrix, score):
+    """All but the two highest scores of each four set to zero, score(i, j) in plain Python."""
+    new = matrix.clone()
+    for i, start in itertools.product(range(matrix.shape[0]), range(0, matrix.shape[1], 4)):
+        group = range(start, min(start + 4, matrix.shape[1]))
+        for j in sorted(group, key=lambda j: -score(i, j))[2:]:
+            new[i, j] = 0.0
+    return new
+
+
+@pytest.mark.parametrize("columns", [32, 30])
+def test_wanda_and_ria_against_loops(columns):
+    matrix, inputs = problem(columns=columns)
+    w = matrix.abs().double().tolist()
+    norms = [float(inputs.mean[j, j]) ** 0.5 for j in range(columns)]
+    by_wanda = kept_by_loop(matrix, lambda i, j: w[i][j] * norms[j])
+    assert torch.equal(Wanda().prune(matrix, inputs=inputs), by_wanda)
+    for power in (0.5, 1.0):
+
+        def ria(i, j, power=power):
+            return (w[i][j] / sum(row[j] for row in w) + w[i][j] / sum(w[i])) * norms[j] ** power
+
+        assert torch.equal(RIA(power).prune(matrix, inputs=inputs), kept_by_loop(matrix, ria))
+
+
+# Inputs that are not nice
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("columns", [32, 30, 31, 33, 3, 2, 1])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_every_method_gives_2_of_4(method, columns, dtype):
+    matrix, inputs = problem(columns=columns)
+    matrix = matrix.to(dtype)
+    before = matrix.clone()
+    pruned = method.prune(matrix, inputs=inputs)
+    assert pruned.dtype == dtype
+    assert pruned.shape == matrix.shape
+    assert torch.equal(matrix, before)
+    kept = (pruned != 0).sum(1)
+    assert (kept == columns // 4 * 2 + min(columns % 4, 2)).all()
+    assert check_pattern(pruned).legal
+    assert not torch.signbit(pruned[pruned == 0]).any()
+
+
+@pytest.mark.parametrize("method", UPDATING, ids=repr)
+def test_bfloat16_weights_lose_rounding_only(method):
+    matrix, inputs = problem()
+    half = matrix.bfloat16()
+    exact = method.prune(half.float(), inputs=inputs)
+    assert torch.equal(method.prune(half, inputs=inputs), exact.bfloat16())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_channels_that_never_fire(method):
+    matrix, _ = problem()
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 32, generator=random) @ torch.randn(32, 32, generator=random)
+    x[:, [0, 5, 6, 8, 9, 10, 12, 13, 14, 15]] = 0.0  # one, two, three and four of a group
+    inputs = gram_of(x)
+    matrix[:, 0] = 100.0
+    pruned = method.prune(matrix, inputs=inputs)
+    assert pruned.isfinite().all()
+    assert check_pattern(pruned).legal
+    for alive in ([4, 7], [11]):
+        assert (pruned[:, alive] != 0).all()
+    assert (pruned[:, 0] == 0).all()
+    if method in UPDATING:
+        assert (pruned[:, [5, 6, 8, 9, 10, 12, 13, 14, 15]] == 0).all()
+    assert relative_output_error(matrix, pruned, inputs) < 0.3
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_layer_that_no_token_reached_counts_all_channels_the_same(method):
+    matrix, _ = problem()
+    unseen = Gram(32)
+    expected = method.prune(matrix, inputs=identity(32))
+    pruned = method.prune(matrix, inputs=unseen)
+    assert torch.equal(pruned != 0, expected != 0)
+    torch.testing.assert_close(pruned, expected)
+    assert not unseen.mean.any()
+    assert relative_output_error(matrix, expected, unseen) == 0.0
+
+
+@pytest.mark.parametrize("damping", [0.01, 0.0])
+@pytest.mark.parametrize("pairs", [True, False])
+def test_duplicated_inputs(pairs, damping):
+    """Of every two equal channels one can do the work of both: next to nothing is lost."""
+    matrix, _ = problem()
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(1)).repeat_interleave(2, dim=1)
+    inputs = gram_of(x)
+    admm = ADMM(damping=damping).prune(matrix, inputs=inputs)
+    sparsegpt = SparseGPT(damping=damping, pairs=pairs).prune(matrix, inputs=inputs)
+    magnitude = relative_output_error(matrix, Magnitude().prune(matrix), inputs)
+    for pruned in (admm, sparsegpt):
+        assert pruned.isfinite().all()
+        assert relative_output_error(matrix, pruned, inputs) < 0.5 * magnitude
+    if pairs:  # the pair cost sees that removing both of a kind is dear; single costs cannot
+        assert relative_output_error(matrix, sparsegpt, inputs) < 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_fewer_tokens_than_channels_zero_rows_and_scale(method):
+    matrix, inputs = problem(tokens=5)
+    matrix[2] = 0.0
+    matrix[:, 3] = 0.0
+    pruned = method.prune(matrix, inputs=inputs)
+    assert pruned.isfinite().all()
+    assert (pruned[2] == 0).all()
+    assert check_pattern(pruned).legal
+    larger = Gram(32)
+    larger.mean = inputs.mean * 2**20  # the unit of the inputs must not matter
+    torch.testing.assert_close(method.prune(matrix, inputs=larger), pruned, rtol=1e-3, atol=1e-3)
+
+
+# Errors
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_errors_name_the_method_or_the_layer(method):
+    matrix, inputs = problem()
+    assert method.needs_inputs
+    with pytest.raises(InputError, match=rf"^mlp\.up: {method.name} .*Give calibration text"):
+        method.prune(matrix, "mlp.up")
+    with pytest.raises(InputError, match=r"^mlp\.up: .*\[8, 32\].*\[16, 16\]"):
+        method.prune(matrix, "mlp.up", Gram(16))
+    with pytest.raises(InputError, match=r"^mlp\.up: .*int8"):
+        method.prune(matrix.to(torch.int8), "mlp.up", inputs)
+    inputs.mean[3, 3] = torch.inf
+    with pytest.raises(InputError, match=r"^mlp\.up: the inputs .* NaN or infinite"):
+        method.prune(matrix, "mlp.up", inputs)
+    matrix[1, 1] = torch.nan
+    with pytest.raises(InputError, match=r"^mlp\.up: 1 of 256 weights"):
+        method.prune(matrix, "mlp.up", inputs)
+
+
+@pytest.mark.parametrize("method", UPDATING, ids=repr)
+def test_a_matrix_that_is_no_gram_matrix(method):
+    impossible = Gram(32)
+    impossible.mean = torch.full((32, 32), -5.0).fill_diagonal_(1.0)  # correlations beyond ±1
+    with pytest.raises(TwoFourError, match=r"^mlp\.up: .*Cholesky.*damping 10\b"):
+        method.prune(problem()[0], "mlp.up", impossible)
+
+
+def test_damping_is_raised_only_as_far_as_needed():
+    gram = torch.ones(4, 4)
+    assert damped_cholesky(gram, 0.01, None)[1] == pytest.approx(0.01)
+    _, added = damped_cholesky(gram, 0.0, None)
+    assert added == pytest.approx(1e-4)
+    bent = torch.full((4, 4), 1.05).fill_diagonal_(1.0)  # smallest eigenvalue -0.05
+    factor, added = damped_cholesky(bent, 0.01, None)
+    assert added == pytest.approx(0.1)
+    torch.testing.assert_close(factor @ factor.T, bent + 0.1 * torch.eye(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (lambda: SparseGPT(block=6), "block"),
+        (lambda: SparseGPT(block=0), "block"),
+        (lambda: SparseGPT(damping=-1.0), "damping"),
+        (lambda: ADMM(damping=float("nan")), "damping"),
+        (lambda: ADMM(iterations=0), "iterations"),
+        (lambda: ADMM(refit=-1), "refit"),
+        (lambda: RIA(power=-0.5), "power"),
+    ],
+)
+def test_options_that_make_no_sense(make, option):
+    with pytest.raises(InputError, match=option):
+        make()
+
+
+def test_relative_output_error_is_the_error_of_the_outputs():
+    matrix, _ = problem()
+    x = torch.randn(100, 32, generator=torch.Generator().manual_seed(1))
+    pruned = Magnitude().prune(matrix)
+    expected = float((x @ (matrix - pruned).T).square().sum() / (x @ matrix.T).square().sum())
+    assert relative_output_error(matrix, pruned, gram_of(x)) == pytest.approx(expected, rel=1e-4)
+    assert relative_output_error(matrix, matrix, gram_of(x)) == 0.0
