@@ -66,8 +66,8 @@ def load(
 def load_causal_lm(directory: str | Path, device: str | None = None, dtype: Any = None) -> tuple[Any, Any]:
     """A causal language model, packed or dense, and its tokenizer.
 
-    Unless told otherwise on a GPU, if there is one, in the dtype of the checkpoint; on a CPU in float32, where
-    16 bit is slower and no more exact.
+    Unless told otherwise on a GPU, if there is one, in the dtype of the checkpoint; on a CPU in float32,
+    where 16 bit is slower and no more exact.
     """
     import torch
     import transformers

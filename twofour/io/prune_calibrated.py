@@ -1,5 +1,4 @@
-"""Prune a checkpoint with a method that looks at the inputs of each layer: block by block over calibration
-text.
+"""Prune a checkpoint with a method that looks at the layers' inputs: block by block over calibration text.
 
 What a block gave is on disk when the block is done (`.OUT.blocks/`), so a run that was cut short goes on
 there with `resume`: the finished blocks are only run again, not pruned again, and the result is the same.

@@ -66,9 +66,9 @@ def prune_(
     >>> check_pattern(linear.weight).legal
     True
 
-    Methods that look at the inputs of the layers need `windows`, token ids [samples, length] of calibration text
-    (`twofour.calibrate.windows.sample_windows`). All weights are looked at before the first is changed: NaN or
-    infinite ones leave the model as it was.
+    Methods that look at the inputs of the layers need `windows`, token ids [samples, length] of calibration
+    text (`twofour.calibrate.windows.sample_windows`). All weights are looked at before the first is changed:
+    NaN or infinite ones leave the model as it was.
     """
     chosen = method_named(method) if isinstance(method, str) else method
     layers = require_layers(select(model, include, exclude)).layers
