@@ -10,7 +10,7 @@ How much memory a layer may use is its `memory`:
              CPU                                             GPU
     "small"  the weight is unpacked in every call            only the packed form: 9/16 of the dense bytes
     "auto"   as "fast" while there is memory to spare        also cuSPARSELt's positions: 10/16, see below
-    "fast"   the dense weight is unpacked once and kept      as "auto"
+    "fast"   the dense weight is unpacked once and kept      as "auto"; a convolution's dense weight is kept
 
 What is kept beside the packed form is never in the state dict. cuSPARSELt is ahead for many tokens and wants
 its own form: our values, then positions in an order of its own. `weight_values` becomes a view into it, so
@@ -110,22 +110,27 @@ class PackedModule(nn.Module):
 
     def settle(self) -> None:
         """Keep or drop derived forms as `memory` says, for the device that the tensors are on now."""
-        self.dense_weight = None
-        if self.compressed_weight is not None:
-            self.weight_values.data = self.weight_values.detach().clone()  # let go of the memory they share
-            self.compressed_weight = None
-        device = self.weight_values.device
-        if device.type == "meta":
+        self._drop_derived()
+        device = self.weight_values.device.type
+        if device == "meta" or self.memory == "small":
             return
-        if device.type == "cuda":
-            if self.memory != "small":
-                self._compress()
-            return
-        if self.memory == "fast" or (
-            self.memory == "auto" and device.type == "cpu" and self._memory_to_spare()
-        ):
+        if self._keeps_dense(device):
             with torch.inference_mode(False), torch.no_grad():  # it must serve training as well
                 self.dense_weight = self.unpacked()
+        elif device == "cuda":
+            self._compress()
+
+    def _keeps_dense(self, device: str) -> bool:
+        if device == "cuda":
+            # No sparse kernel runs a convolution; a linear layer has one that is faster than dense.
+            return self.memory == "fast" and self.layer.kind == "conv2d"
+        return self.memory == "fast" or (device == "cpu" and self._memory_to_spare())
+
+    def _drop_derived(self) -> None:
+        self.dense_weight = None
+        if self.compressed_weight is not None:
+            self.weight_values.data = self.weight_values.detach().clone()  # out of the memory they shared
+            self.compressed_weight = None
 
     def _compress(self) -> None:
         """Make cuSPARSELt's form where it can be used, and let the values live in it."""
@@ -142,10 +147,7 @@ class PackedModule(nn.Module):
         if moved.dtype not in BITS:
             raise InputError(f"a packed weight cannot be {moved.dtype}.", layer=self.layer.name)
         # What is derived is made again rather than moved: a dense weight must not follow to a GPU.
-        self.dense_weight = None
-        if self.compressed_weight is not None:
-            self.weight_values.data = self.weight_values.detach().clone()
-            self.compressed_weight = None
+        self._drop_derived()
         super()._apply(fn, recurse)
         self.settle()
         return self
