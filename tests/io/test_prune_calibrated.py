@@ -105,3 +105,16 @@ def test_an_error_leaves_nothing(dense, text, tmp_path):
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp"):
         prune_checkpoint(dense, tmp_path / "out", "wanda", **options(text))
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_blocks_survive_a_failure_to_write(dense, text, tmp_path, monkeypatch):
+    """A full disk at the end must not cost the hours before it."""
+    with monkeypatch.context() as patch:
+        patch.setattr("twofour.io.stream.free_bytes", lambda path: 1000)
+        with pytest.raises(ValueError, match="disk is too full"):
+            prune_checkpoint(dense, tmp_path / "out", "wanda", **options(text))
+    assert len(list((tmp_path / ".out.blocks").glob("block-*"))) == 2
+    assert not (tmp_path / "out").exists()
+    prune_checkpoint(dense, tmp_path / "out", "wanda", **options(text), resume=True)
+    assert check(tmp_path / "out").ok
+    assert not (tmp_path / ".out.blocks").exists()

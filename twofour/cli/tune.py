@@ -28,7 +28,7 @@ def command(
     from twofour.bench.tune import tune
     from twofour.errors import InputError
     from twofour.io.checkpoint import Checkpoint
-    from twofour.io.format import packed_modules
+    from twofour.io.format import is_packed, packed_modules
     from twofour.io.structure import checkpoint_layers
     from twofour.kernels import dispatch, tuning
 
@@ -48,7 +48,7 @@ def command(
     else:
         assert directory is not None
         checkpoint = Checkpoint(directory)
-        if "quantization_config" in checkpoint.config:
+        if is_packed(checkpoint.config):
             modules = list(packed_modules(checkpoint.config["quantization_config"]).values())
         else:
             modules = [layer.shape for layer in checkpoint_layers(checkpoint).by_tensor.values()]

@@ -91,16 +91,17 @@ def prune_checkpoint(
             resume=resume,
             on_progress=on_progress,
         )
-        with pruned_weights(work) as pruned_at:
-
-            def place(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-                if name not in pruned_at:
-                    return {name: tensor}, {}
-                file, note = pruned_at[name]
-                return {name: read_pruned(file, name)}, dict(note)
-
-            rewrite(checkpoint, out, place, described, finish, resume=False)
     except Exception:
-        shutil.rmtree(work, ignore_errors=True)  # an error; what was cut short is kept for --resume
+        shutil.rmtree(work, ignore_errors=True)  # an error would come again; a run cut short may go on
         raise
+    # If only the writing fails (a full disk), the blocks stay: --resume need not prune again.
+    with pruned_weights(work) as pruned_at:
+
+        def place(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+            if name not in pruned_at:
+                return {name: tensor}, {}
+            file, note = pruned_at[name]
+            return {name: read_pruned(file, name)}, dict(note)
+
+        rewrite(checkpoint, out, place, described, finish)
     return step

@@ -420,5 +420,5 @@ def _splits(major: int) -> list[tuple[int, int]]:
     if major == 8:
         return [(split_k, mode) for split_k in (2, 4) for mode in (_ONE_KERNEL, _TWO_KERNELS)]
     if major == 9:
-        return []  # Hopper takes 1 and -1 only, and on smaller weights -1 was not looked into
+        return []  # Hopper takes 1 and -1 only, and -1 (segment-K) was never timed
     return [(1, _DATA_PARALLEL), (1, _STREAM_K), (2, _SPLIT), (4, _SPLIT)]
