@@ -123,6 +123,8 @@ def test_shapes_of_the_input():
     assert sparse(x[:0]).shape == (0, 5, 384)
     wide = torch.randn(7, 512, device=CUDA, dtype=torch.bfloat16)[:, ::2]
     torch.testing.assert_close(sparse(wide), dense(wide), rtol=2e-2, atol=2e-2)
+    odd = torch.randn(257, device=CUDA, dtype=torch.bfloat16)[1:].view(1, 256)  # at no multiple of 16 bytes
+    torch.testing.assert_close(sparse(odd), dense(odd), rtol=2e-2, atol=2e-2)
 
 
 def test_gradients_autocast_and_inference_mode():

@@ -86,8 +86,8 @@ def linear(
     if scale is not None or x.dtype != values.dtype:
         return reference.linear(x, values, meta, scale, bias, columns)
     flat = x if x.dim() == 2 else x.reshape(-1, columns)
-    if not flat.is_contiguous():
-        flat = flat.contiguous()
+    if not flat.is_contiguous() or flat.data_ptr() % 16:  # the copy engine and cuSPARSELt ask for both
+        flat = flat.clone(memory_format=torch.contiguous_format)
     tokens = flat.shape[0]
     if tokens == 0:
         return x.new_empty(*x.shape[:-1], n)
