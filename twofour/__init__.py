@@ -26,17 +26,32 @@ if TYPE_CHECKING:
     from twofour.io.load import load as load
     from twofour.io.pack import pack_ as pack_
     from twofour.io.save import save as save
+    from twofour.nn.fuse import fuse_ as fuse_
+    from twofour.nn.fuse import unfuse_ as unfuse_
     from twofour.prune.model import prune_ as prune_
 
 _HOME = {
     "check": "twofour.io.check",
+    "fuse_": "twofour.nn.fuse",
     "load": "twofour.io.load",
     "pack_": "twofour.io.pack",
     "prune_": "twofour.prune.model",
     "save": "twofour.io.save",
+    "unfuse_": "twofour.nn.fuse",
 }
 
-__all__ = ["InputError", "TwoFourError", "__version__", "check", "load", "pack_", "prune_", "save"]
+__all__ = [
+    "InputError",
+    "TwoFourError",
+    "__version__",
+    "check",
+    "fuse_",
+    "load",
+    "pack_",
+    "prune_",
+    "save",
+    "unfuse_",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,8 @@
 
     twofour::linear(x, values, meta, scale?, bias?, columns,         x·Wᵀ + bias with W packed
                     compressed?)                                     (and, for cuSPARSELt, in its own form)
+    twofour::gated_linear(x, values, meta, scale?, bias?, columns,   activate(g)*h with [g, h] = x·Wᵀ
+                          activation, compressed?)
     twofour::linear_input_grad(grad, values, meta, scale?, columns)  grad·W, its gradient for x
     twofour::unpack(values, meta, scale?, columns, dtype?)           W
 
@@ -25,6 +27,10 @@ library.define(
     "Tensor? compressed=None) -> Tensor"
 )
 library.define(
+    "gated_linear(Tensor x, Tensor values, Tensor meta, Tensor? scale, Tensor? bias, int columns, "
+    "str activation, Tensor? compressed=None) -> Tensor"
+)
+library.define(
     "linear_input_grad(Tensor grad, Tensor values, Tensor meta, Tensor? scale, int columns) -> Tensor"
 )
 library.define(
@@ -32,6 +38,7 @@ library.define(
 )
 
 linear = torch.ops.twofour.linear.default
+gated_linear = torch.ops.twofour.gated_linear.default
 linear_input_grad = torch.ops.twofour.linear_input_grad.default
 unpack = torch.ops.twofour.unpack.default
 
@@ -48,6 +55,21 @@ def _(
 ) -> Tensor:
     torch._check(x.shape[-1] == columns, lambda: f"x has {x.shape[-1]} features, the layer takes {columns}")
     return x.new_empty(*x.shape[:-1], values.shape[0])
+
+
+@torch.library.register_fake("twofour::gated_linear", lib=library)
+def _(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    columns: int,
+    activation: str,
+    compressed: Tensor | None = None,
+) -> Tensor:
+    torch._check(x.shape[-1] == columns, lambda: f"x has {x.shape[-1]} features, the layer takes {columns}")
+    return x.new_empty(*x.shape[:-1], values.shape[0] // 2)
 
 
 @torch.library.register_fake("twofour::linear_input_grad", lib=library)

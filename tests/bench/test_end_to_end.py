@@ -7,10 +7,10 @@ from twofour.bench.end_to_end import (
     CASES,
     GROUPED,
     Case,
+    Stages,
     build_model,
     decode_step,
     prefill_step,
-    prune_and_pack,
     run_end_to_end,
 )
 from twofour.errors import InputError
@@ -45,6 +45,8 @@ def test_a_row_for_every_contender_and_case(rows):
         ("dense", "decode", 3),
         ("twofour", "prefill", 2),
         ("twofour", "decode", 3),
+        ("fused", "prefill", 2),
+        ("fused", "decode", 3),
     ]
     for row in rows:
         assert "error" not in row
@@ -54,26 +56,27 @@ def test_a_row_for_every_contender_and_case(rows):
 
 
 def test_ratios_and_rates_follow_from_the_medians(rows):
-    for dense, packed in zip(rows[:2], rows[2:], strict=True):
+    for dense, packed in zip([*rows[:2]] * 2, rows[2:], strict=True):
         assert dense["times_dense"] == 1.0
         assert packed["times_dense"] == pytest.approx(dense["ms"]["p50"] / packed["ms"]["p50"])
-    prefill, decode = rows[2:]
+    prefill, decode = rows[2:4]
     assert prefill["tokens_per_s"] == pytest.approx(2 * 16 / prefill["ms"]["p50"] * 1e3)
     assert decode["tokens_per_s"] == pytest.approx(3 / decode["ms"]["p50"] * 1e3)
 
 
 def test_what_packing_did(rows):
-    packed = rows[-1]
-    assert packed["packed_layers"] == 14
-    assert packed["resident_share"] == 0.5 + 1 / 32  # float32: two of four values, and a byte for eight
-    assert packed["logits_max_relative_error"] < 1e-5
-    assert packed["logits_same_best"] == 1.0
+    packed, fused = rows[3], rows[5]
+    assert (packed["packed_layers"], fused["packed_layers"]) == (14, 8)
+    for row in (packed, fused):
+        assert row["resident_share"] == 0.5 + 1 / 32  # float32: two of four values, and a byte for eight
+        assert row["logits_max_relative_error"] < 1e-5
+        assert row["logits_same_best"] == 1.0
     assert "resident_share" not in rows[0]
 
 
 def test_in_bfloat16_nine_sixteenths_are_resident():
     model = build_model(1, CPU, torch.bfloat16, TINY)
-    facts = prune_and_pack(model)
+    facts = Stages(model, 0).advance("twofour")
     assert facts["resident_share"] == 9 / 16
     assert facts["logits_relative_error"] < 1e-2
     layers = packed_layers(model)
@@ -86,7 +89,7 @@ def test_a_dense_copy_counts_as_resident(model, monkeypatch):
 
     pack_ = pack.pack_
     monkeypatch.setattr(pack, "pack_", lambda model, include, memory: pack_(model, include, memory="fast"))
-    assert prune_and_pack(model)["resident_share"] == 1.5 + 1 / 32
+    assert Stages(model, 0).advance("twofour")["resident_share"] == 1.5 + 1 / 32
 
 
 def test_a_step_of_decode_can_be_repeated(model):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ def h200(monkeypatch, tmp_path):
     monkeypatch.delenv("TWOFOUR_BACKEND", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(cusparselt, "version", lambda: (0, 8, 0))
     monkeypatch.setattr(cusparselt, "why_not", lambda device, dtype, n, k: None)
     for table in (tuning._own, tuning._shipped, tuning._versions):
@@ -55,10 +58,10 @@ def test_every_shipped_choice_can_be_run():
         assert int(bucket) in dispatch.BUCKETS
         for choice in choices:
             if choice["backend"] == "hopper":
-                config = hopper.Config(**choice["config"])
+                config = hopper.from_dict(choice["config"])
                 assert config.shared_bytes <= 227 << 10
                 assert config.tokens >= int(bucket) or int(bucket) > 64
-            else:
+            elif choice["backend"] != "dense":
                 assert cusparselt.Algorithm(**choice["config"]).id < 21, shape
 
 
@@ -82,9 +85,11 @@ def test_neighbours_lend_their_choice():
 
 def test_unknown_shapes_get_a_rule_of_thumb():
     odd = Product(3072, 640, 8, torch.bfloat16, 0, False)
-    assert hopper.Config(**choose(odd).config).tokens == 8
+    assert hopper.from_dict(choose(odd).config).tokens == 8
+    assert choose(replace(odd, bucket=4096)).config["kernel"] == "prefill"
     assert choose(replace(odd, bucket=4096, compressed=True)).backend == "cusparselt"
     assert choose(replace(odd, k=644)).backend == "reference"
+    assert choose(replace(odd, k=704)).backend == "ampere"
 
 
 def test_override(monkeypatch):
@@ -150,7 +155,36 @@ def test_tuning_takes_the_fastest_that_is_right(monkeypatch):
     monkeypatch.setattr(cusparselt, "compress", lambda weight: weight)
     (row,) = tuner.tune([(64, 128)], [8], torch.float32, torch.device("cpu"))
     assert row["best"] == {"cusparselt": {"ms": 2.0, "id": 2}}
+    assert row["dense_ms"] == 9.0
     assert row["times_dense"] == 4.5
     assert [r["config"] for r in row["refused"]] == [{"id": 0}]
     product = Product(64, 128, 8, torch.float32, 0, True)
     assert choose(product) == Choice("cusparselt", {"id": 2})
+
+
+def test_dense_is_used_only_where_it_was_measured_to_be_fastest():
+    shape = (4096, 4096)
+    assert not dispatch.worth_keeping_dense(*shape, torch.bfloat16, 0)
+    dense = {"backend": "dense", "config": {}, "ms": 0.1}
+    tuning.remember(
+        replace(PRODUCT, bucket=256).key, 0, [dense, {"backend": "hopper", "config": {}, "ms": 0.2}]
+    )
+    dispatch.forget()
+    assert dispatch.worth_keeping_dense(*shape, torch.bfloat16, 0)
+    assert dispatch.dense_is_fastest(*shape, 250, torch.bfloat16, 0)
+    assert not dispatch.dense_is_fastest(*shape, 16, torch.bfloat16, 0)
+    assert choose(replace(PRODUCT, bucket=256)).backend == "hopper"  # for a layer that has no dense weight
+    # No sparse kernel takes 36 columns, so a layer that may keep its dense weight does.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cusparselt, "why_not", lambda *_: "too narrow")
+        assert dispatch.worth_keeping_dense(48, 36, torch.bfloat16, 0)
+
+
+def test_a_gated_product_takes_the_choice_of_the_plain_one_if_it_can_gate():
+    gated = Product(14336, 4096, 16, torch.bfloat16, 0, False, "silu")
+    assert gated.key == "28672x4096 bfloat16 16"
+    assert dispatch.choose_gated(gated) == choose(replace(gated, n=28672, activation=None))
+    assert dispatch.choose_gated(replace(gated, n=14337)) is None
+    assert dispatch.choose_gated(replace(gated, k=100)) is None
+    with dispatch.force("reference"):
+        assert dispatch.choose_gated(gated) is None

@@ -17,10 +17,18 @@ nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here
 @nvcc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "config", [hopper.guess(4096, 4096, 8), hopper.guess(28672, 4096, 64), hopper.guess(4096, 4096, 2048)]
+    ("config", "activation"),
+    [
+        (hopper.guess(4096, 4096, 8), None),
+        (hopper.guess(14336, 4096, 64, gated=True), "silu"),
+        (hopper.Prefill(256), None),
+        (hopper.Prefill(256), "gelu"),
+        (hopper.Prefill(192, 3, 2), "silu"),
+        (hopper.Prefill(128, 4, 2), "gelu_tanh"),
+    ],
 )
-def test_compiles_without_spills_or_serialised_products(config, dtype, tmp_path):
-    (tmp_path / "kernel.cu").write_text(hopper.source(config, dtype))
+def test_compiles_without_spills_or_serialised_products(config, activation, dtype, tmp_path):
+    (tmp_path / "kernel.cu").write_text(hopper.source(config, dtype, activation))
     command = [
         "nvcc",
         "-gencode=arch=compute_90a,code=sm_90a",
@@ -39,15 +47,35 @@ def test_compiles_without_spills_or_serialised_products(config, dtype, tmp_path)
 
 def test_every_candidate_fits_the_multiprocessor():
     for tokens in (1, 8, 9, 64, 65, 128, 256, 257, 1024, 5000):
-        candidates = hopper.configs(tokens)
-        assert candidates
-        assert hopper.guess(4096, 4096, tokens) in candidates or tokens > 64
-        for config in candidates:
-            assert config.shared_bytes <= 227 << 10
-            assert config.stages >= 2
-            assert (config.tokens // 2) % config.split == 0
-            assert tokens > 64 or config.tokens >= tokens
-            assert config.threads * (config.tokens // 2 + 40) <= 65536  # registers
+        for n in (4096, 1001):
+            candidates = hopper.configs(tokens, n)
+            assert candidates
+            assert hopper.guess(n, 4096, tokens) in candidates or tokens > 64
+            for config in candidates:
+                assert config.shared_bytes + 512 <= 227 << 10  # with the barriers
+                threads = 128 * config.warpgroups + 32
+                assert threads * (config.tokens // 2 + 40) <= 65536  # registers
+                assert hopper.from_dict(hopper.as_dict(config)) == config
+                if isinstance(config, hopper.Prefill):
+                    assert n % 8 == 0
+                    assert config.a_stages >= 3 <= config.b_stages
+                    assert config.tokens % (8 * config.cluster) == 0  # whole swizzled rows for each block
+                else:
+                    assert config.stages >= 2
+                    assert (config.tokens // 2) % config.split == 0
+                    assert tokens > 64 or config.tokens >= tokens
+
+
+def test_units_of_work_cover_every_row_and_token_once():
+    """The order in which the blocks of prefill_sm90.cu take their tiles, as the kernel computes it."""
+    for sets, tiles, grouped in ((1, 1, 8), (3, 5, 8), (8, 8, 8), (17, 3, 8), (24, 1, 16)):
+        seen = []
+        for unit in range(sets * tiles):
+            first = unit // (grouped * tiles) * grouped
+            height = min(grouped, sets - first)
+            inside = unit % (grouped * tiles)
+            seen.append((first + inside % height, inside // height))
+        assert sorted(seen) == [(s, t) for s in range(sets) for t in range(tiles)]
 
 
 def words_that_the_kernel_loads(meta: torch.Tensor, step64: int) -> list[int]:

@@ -1,8 +1,13 @@
 """A whole decoder, dense against packed: prefill and decode of a model with the shapes of Llama-3-8B.
 
 The weights are random and made on the device, so no file is needed; times do not depend on what a model has
-learned. One model is built and measured dense, then the same weights are pruned, packed in place and
-measured again. In between, the logits of the pruned model before and after packing are compared.
+learned. One model is built and measured dense, then the same weights are pruned and measured again in each
+sparse form. The logits of the pruned model before and after are compared.
+
+    torch24   every projection through PyTorch's own to_sparse_semi_structured
+    twofour   packed: what from_pretrained gives
+    fused     packed, then fuse_: q, k and v as one product, gate and up with the activation as another
+    fast      fused, with cuSPARSELt's positions beside ours (memory="fast")
 
     prefill  one forward of batch × tokens without a cache, logits of the last token only
     decode   one token for each of batch sequences, in a transformers StaticCache of `tokens` places that is
@@ -17,6 +22,7 @@ full cache hides nothing: what a serving engine's attention is like.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,7 +36,10 @@ from twofour.errors import InputError
 from twofour.nn import Memory, packed_layers
 from twofour.progress import OnProgress, silent
 
-CONTENDERS = ("dense", "twofour")
+CONTENDERS = ("dense", "torch24", "twofour", "fused", "fast")
+
+#: Without a GPU: PyTorch's own form and cuSPARSELt need one.
+CPU_CONTENDERS = ("dense", "twofour", "fused")
 
 #: Llama-3-8B, but for the number of layers.
 LLAMA_3_8B: dict[str, Any] = {
@@ -72,7 +81,7 @@ CASES = (
 def run_end_to_end(
     layers: int = 32,
     device: torch.device | str = "cuda",
-    contenders: Sequence[str] = CONTENDERS,
+    contenders: Sequence[str] | None = None,
     *,
     cases: Sequence[Case] = CASES,
     shape: dict[str, Any] | None = None,
@@ -85,10 +94,12 @@ def run_end_to_end(
     `times_dense` is the median of dense over that of the row. `resident_share` is what the tensors of the
     packed layers take over what they took dense. A case that raises gives a row with "error".
     """
+    device = torch.device(device)
+    contenders = contenders or (CONTENDERS if device.type == "cuda" else CPU_CONTENDERS)
     if unknown := [c for c in contenders if c not in CONTENDERS]:
         raise InputError(f"no contender {unknown[0]!r}.", hint=f"Choose from: {', '.join(CONTENDERS)}.")
-    device = torch.device(device)
     model = build_model(layers, device, dtype, shape, seed)
+    stages = Stages(model, seed)
     total = len(cases) * len(contenders)
     rows: list[dict[str, Any]] = []
     dense: dict[Case, float] = {}
@@ -96,9 +107,9 @@ def run_end_to_end(
         if contender not in contenders:
             continue
         facts: dict[str, Any] = {"contender": contender, "layers": layers}
-        if contender == "twofour":
-            on_progress(len(rows), total, "pruning and packing")
-            facts |= prune_and_pack(model, seed)
+        if contender != "dense":
+            on_progress(len(rows), total, f"making {contender}")
+            facts |= stages.advance(contender)
         for case in cases:
             on_progress(len(rows), total, f"{contender}, {case.what} {case.batch}×{case.tokens}")
             row = facts | _measure(model, case, seed)
@@ -128,35 +139,84 @@ def build_model(
     return model.eval().requires_grad_(False)
 
 
-def prune_and_pack(model: Any, seed: int = 0) -> dict[str, Any]:
-    """Both in place, and what came of it: bytes, and how far the logits moved between pruned and packed."""
-    from twofour.io.pack import pack_
-    from twofour.prune.model import prune_
-    from twofour.select import select
+class Stages:
+    """One model on its way from dense through the sparse forms, and what each costs and changes."""
 
-    tokens = _tokens(model, 1, COMPARED_TOKENS, seed + 1)
-    prune_(model)
-    chosen = select(model).layers
-    before = model(tokens, use_cache=False).logits.float()
-    dense_bytes = sum(model.get_parameter(f"{layer.name}.weight").nbytes for layer in chosen)
-    # One block at a time: packing all at once holds both forms of the whole model.
-    for block in range(model.config.num_hidden_layers):
-        # "auto" would keep the dense weights as well on a CPU.
-        memory: Memory = "auto" if model.device.type == "cuda" else "small"
-        pack_(model, include=[f"model.layers.{block}.*"], memory=memory)
-    free(model.device)
-    resident = sum(_bytes_beside_bias(module) for module in packed_layers(model).values())
-    after = model(tokens, use_cache=False).logits.float()
-    error = (after - before).abs()
-    return {
-        "packed_layers": len(packed_layers(model)),
-        "resident_bytes": resident,
-        "dense_bytes": dense_bytes,
-        "resident_share": resident / dense_bytes,
-        "logits_max_relative_error": float(error.max() / before.abs().max()),
-        "logits_relative_error": float((after - before).norm() / before.norm()),
-        "logits_same_best": float((after.argmax(-1) == before.argmax(-1)).float().mean()),
-    }
+    def __init__(self, model: Any, seed: int) -> None:
+        self.model = model
+        self.tokens = _tokens(model, 1, COMPARED_TOKENS, seed + 1)
+        self.dense_bytes = 0
+        self.before: Tensor | None = None  # logits of the pruned model
+        self.names: list[str] = []
+
+    def advance(self, to: str) -> dict[str, Any]:
+        from twofour.nn import fuse_, set_memory
+
+        if self.before is None:
+            self._prune()
+        if to == "torch24":
+            return self._facts(self._with_torch(), resident=None)
+        if not packed_layers(self.model):
+            self._pack()
+        if to in ("fused", "fast"):
+            fuse_(self.model)
+        if to == "fast":
+            set_memory(self.model, "fast")
+        free(self.model.device)
+        return self._facts(self._logits(), resident=resident_bytes(self.model))
+
+    def _logits(self) -> Tensor:
+        logits: Tensor = self.model(self.tokens, use_cache=False).logits.float()
+        return logits
+
+    def _prune(self) -> None:
+        from twofour.prune.model import prune_
+        from twofour.select import select
+
+        prune_(self.model)
+        self.names = [layer.name for layer in select(self.model).layers]
+        self.dense_bytes = sum(self.model.get_parameter(f"{name}.weight").nbytes for name in self.names)
+        self.before = self._logits()
+
+    def _with_torch(self) -> Tensor:
+        from torch.sparse import SparseSemiStructuredTensorCUSPARSELT as Sparse
+
+        self.kept = {name: self.model.get_submodule(name).weight for name in self.names}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "in prototype stage"
+            for name, weight in self.kept.items():
+                sparse = torch.nn.Parameter(Sparse.from_dense(weight.detach()), requires_grad=False)
+                self.model.get_submodule(name).weight = sparse
+        return self._logits()
+
+    def _pack(self) -> None:
+        from twofour.io.pack import pack_
+
+        for name, weight in getattr(self, "kept", {}).items():  # back from PyTorch's form
+            self.model.get_submodule(name).weight = weight
+        self.kept = {}
+        # One block at a time: packing all at once holds both forms of the whole model.
+        for block in range(self.model.config.num_hidden_layers):
+            # "auto" would keep the dense weights as well on a CPU.
+            memory: Memory = "auto" if self.model.device.type == "cuda" else "small"
+            pack_(self.model, include=[f"model.layers.{block}.*"], memory=memory)
+
+    def _facts(self, after: Tensor, resident: int | None) -> dict[str, Any]:
+        before = self.before
+        assert before is not None
+        return {
+            "packed_layers": len(packed_layers(self.model)),
+            "resident_bytes": resident,
+            "dense_bytes": self.dense_bytes,
+            "resident_share": None if resident is None else resident / self.dense_bytes,
+            "logits_max_relative_error": float((after - before).abs().max() / before.abs().max()),
+            "logits_relative_error": float((after - before).norm() / before.norm()),
+            "logits_same_best": float((after.argmax(-1) == before.argmax(-1)).float().mean()),
+        }
+
+
+def resident_bytes(model: torch.nn.Module) -> int:
+    return sum(_bytes_beside_bias(module) for module in packed_layers(model).values())
 
 
 def _bytes_beside_bias(module: torch.nn.Module) -> int:

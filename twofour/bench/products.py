@@ -106,7 +106,7 @@ def _cusparselt(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
         with dispatch.force("cusparselt"):
             return layer(x)
 
-    return [partial(forced, layer) for layer in _twofour(weights, bias)]
+    return [partial(forced, layer) for layer in _twofour(weights, bias, memory="fast")]
 
 
 def _torch24(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
@@ -127,7 +127,7 @@ CONTENDERS: dict[str, Contender | Factory] = {
 
 #: Further ones where there is a GPU.
 GPU_CONTENDERS: dict[str, Contender | Factory] = {
-    "twofour small": Contender(partial(_twofour, memory="small")),  # without cuSPARSELt's positions
+    "twofour fast": Contender(partial(_twofour, memory="fast")),  # with cuSPARSELt to choose from
     "cusparselt": Contender(_cusparselt),  # its best algorithm, with our kept plans
 }
 

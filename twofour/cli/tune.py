@@ -25,7 +25,7 @@ def command(
     import torch
 
     from twofour.bench.products import named_shapes
-    from twofour.bench.tune import tune
+    from twofour.bench.tune import shapes_to_tune, tune
     from twofour.errors import InputError
     from twofour.io.checkpoint import Checkpoint
     from twofour.io.format import is_packed, packed_modules
@@ -49,10 +49,10 @@ def command(
         assert directory is not None
         checkpoint = Checkpoint(directory)
         if is_packed(checkpoint.config):
-            modules = list(packed_modules(checkpoint.config["quantization_config"]).values())
+            modules = packed_modules(checkpoint.config["quantization_config"])
         else:
-            modules = [layer.shape for layer in checkpoint_layers(checkpoint).by_tensor.values()]
-        wanted = [(shape[0], shape[1]) for shape in modules if len(shape) == 2]
+            modules = {layer.name: layer.shape for layer in checkpoint_layers(checkpoint).by_tensor.values()}
+        wanted = shapes_to_tune({name: (s[0], s[1]) for name, s in modules.items() if len(s) == 2})
     device = torch.device("cuda", torch.cuda.current_device())
     with progress("tuning") as on_progress:
         rows = tune(

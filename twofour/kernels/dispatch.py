@@ -2,7 +2,7 @@
 
 For each (n, k, tokens, dtype, GPU) there is one `Choice`, looked for in this order:
 
-1. `TWOFOUR_BACKEND=reference|hopper|cusparselt` in the environment, or `force(...)`;
+1. `TWOFOUR_BACKEND=hopper|ampere|cusparselt|reference` in the environment, or `force(...)`;
 2. what `twofour tune` measured on this machine (kept on disk, see tuning.py);
 3. the defaults shipped for this GPU (`defaults/*.json`, from rows of benchmarks/results);
 4. a rule of thumb.
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from twofour.errors import InputError
-from twofour.kernels import cusparselt, hopper, reference, tuning
+from twofour.kernels import ampere, cusparselt, hopper, hopper_launch, reference, tuning
 from twofour.ops import library
 
-BACKENDS = ("hopper", "cusparselt", "reference")
+BACKENDS = ("hopper", "ampere", "cusparselt", "reference")
 
 #: Upper ends of the buckets of tokens; beyond the last one every count is in one bucket.
 BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
@@ -41,7 +41,13 @@ class Choice:
     """A backend and how it is to be run."""
 
     backend: str
-    config: dict[str, int] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash((self.backend, *sorted(self.config.items())))
+
+    def __lt__(self, other: Choice) -> bool:
+        return str(self) < str(other)  # any fixed order, for ties
 
 
 @dataclass(frozen=True)
@@ -54,17 +60,24 @@ class Product:
     dtype: torch.dtype
     device: int
     compressed: bool  # cuSPARSELt's form of the weight is there
+    activation: str | None = None  # of a gated product, whose weight has 2n rows
+
+    @property
+    def rows(self) -> int:
+        """Of the weight."""
+        return 2 * self.n if self.activation else self.n
 
     @property
     def key(self) -> str:
-        """Its name in the tables of choices."""
-        return f"{self.n}x{self.k} {str(self.dtype).removeprefix('torch.')} {self.bucket}"
+        """Its name in the tables of choices. What is fastest does not depend on the activation at its end."""
+        return f"{self.rows}x{self.k} {str(self.dtype).removeprefix('torch.')} {self.bucket}"
 
 
 #: A product that is ready to run: (x [tokens, k], values, meta, bias, compressed) to y [tokens, n].
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 _runs: dict[tuple[Any, ...], Run] = {}
+_dense_wins: dict[tuple[Any, ...], bool] = {}
 _forced: list[tuple[str, dict[tuple[Any, ...], Run]]] = []
 _forced_runs: dict[str, dict[tuple[Any, ...], Run]] = {}
 
@@ -100,6 +113,42 @@ def linear(
     return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
 
 
+def gated_linear(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    columns: int,
+    activation: str,
+    compressed: Tensor | None = None,
+) -> Tensor:
+    """`twofour::gated_linear` on a CUDA device: in one kernel where there is one that can."""
+    n, device = values.shape[0] // 2, x.device.index
+    if torch._C._cuda_getDevice() != device:
+        with torch.cuda.device(device):
+            return gated_linear(x, values, meta, scale, bias, columns, activation, compressed)
+    flat = x if x.dim() == 2 else x.reshape(-1, columns)
+    tokens = flat.shape[0]
+    key = (n, columns, bucket_of(tokens), x.dtype, device, compressed is not None, activation)
+    runs = _forced[-1][1] if _forced else _runs
+    run = runs.get(key)
+    if run is None:
+        run = runs[key] = runner(Product(*key))
+    if scale is not None or x.dtype != values.dtype or tokens == 0 or run is _in_two_steps:
+        both = linear(x, values, meta, scale, bias, columns, compressed)
+        return reference.gate(both, activation)
+    if not flat.is_contiguous() or flat.data_ptr() % 16:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    y = run(flat, values, meta, bias, compressed)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+
+
+def _in_two_steps(*_: Any) -> Tensor:
+    """Stands for a product and an activation that no single kernel does."""
+    raise AssertionError("a mark, not to be called")
+
+
 def bucket_of(tokens: int) -> int:
     """The bucket that so many tokens fall into.
 
@@ -125,8 +174,23 @@ def choose(product: Product) -> Choice:
         if why_not(choice.backend, product) is None:
             return choice
     usable = [b for b in BACKENDS if why_not(b, product) is None]
-    many = product.bucket > (384 if product.n > 8192 else 768)
-    return _rule_of_thumb(product, "cusparselt" if many and "cusparselt" in usable else usable[0])
+    if "cusparselt" in usable and product.bucket > (1024 if "hopper" in usable else 64):
+        return _rule_of_thumb(product, "cusparselt")
+    # Unpacking and multiplying costs about as much as reading the weight for a hundred tokens does.
+    many_for_ampere = usable[0] == "ampere" and product.bucket > 512
+    return _rule_of_thumb(product, "reference" if many_for_ampere else usable[0])
+
+
+def choose_gated(product: Product) -> Choice | None:
+    """How a product and the activation after it run as one kernel; None if they must be two."""
+    name = _forced[-1][0] if _forced else os.environ.get("TWOFOUR_BACKEND")
+    if (name or "hopper") != "hopper" or product.n % 8 or why_not("hopper", product):
+        return None
+    for choice in _known(product):
+        if choice.backend == "hopper" and hopper.from_dict(choice.config).gates:
+            return choice
+    guess = hopper.guess(product.n, product.k, product.bucket, gated=True)
+    return Choice("hopper", hopper.as_dict(guess)) if guess.gates else None
 
 
 def _known(product: Product) -> list[Choice]:
@@ -143,11 +207,39 @@ def _known(product: Product) -> list[Choice]:
     return []
 
 
+def dense_is_fastest(n: int, k: int, tokens: int, dtype: torch.dtype, device: int) -> bool:
+    """Whether the dense product was measured ahead of every kernel of ours, or none of ours can run."""
+    if _forced or os.environ.get("TWOFOUR_BACKEND"):
+        return False
+    key = (n, k, bucket_of(tokens), dtype, device)
+    known = _dense_wins.get(key)
+    if known is None:
+        product = Product(*key, compressed=True)
+        tables = _known(product)
+        runs = [b for b in BACKENDS if b != "reference" and why_not(b, product) is None]
+        known = _dense_wins[key] = not runs or (bool(tables) and tables[0].backend == "dense")
+    return known
+
+
+def worth_keeping_dense(n: int, k: int, dtype: torch.dtype, device: int) -> bool:
+    """Whether the dense weight, if it may stay in memory, is ever the fastest."""
+    return any(dense_is_fastest(n, k, bucket, dtype, device) for bucket in BUCKETS)
+
+
+def has_own_kernel(n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel of ours is written for many tokens on this GPU, so that cuSPARSELt is not needed."""
+    return hopper.why_not(device, dtype, n, k) is None and n % 8 == 0
+
+
 def why_not(backend: str, product: Product) -> str | None:
     """The reason why a backend cannot run a product, None if it can."""
     device = torch.device("cuda", product.device)
-    if backend == "hopper":
-        return hopper.why_not(device, product.dtype, product.n, product.k)
+    if backend == "dense":
+        return "the layer decides that, by the weights it holds"
+    if backend in ("hopper", "ampere"):
+        return (hopper if backend == "hopper" else ampere).why_not(
+            device, product.dtype, product.n, product.k
+        )
     if backend == "cusparselt":
         if not product.compressed:
             return 'the layer keeps only the packed form (memory="small")'
@@ -157,7 +249,11 @@ def why_not(backend: str, product: Product) -> str | None:
 
 def _rule_of_thumb(product: Product, backend: str) -> Choice:
     if backend == "hopper":
-        return Choice(backend, asdict(hopper.guess(product.n, product.k, product.bucket)))
+        config = hopper.guess(product.n, product.k, product.bucket, gated=product.activation is not None)
+        return Choice(backend, hopper.as_dict(config))
+    if backend == "ampere":
+        processors = torch.cuda.get_device_properties(product.device).multi_processor_count
+        return Choice(backend, asdict(ampere.guess(product.n, product.k, product.bucket, processors)))
     if backend == "cusparselt" and torch.cuda.get_device_capability(product.device) == (9, 0):
         return Choice(backend, {"id": _CUSPARSELT_ON_HOPPER})
     return Choice(backend)
@@ -167,7 +263,9 @@ def candidates(product: Product) -> list[Choice]:
     """Every way to run a product that is worth timing."""
     found = []
     if why_not("hopper", product) is None:
-        found += [Choice("hopper", asdict(c)) for c in hopper.configs(product.bucket)]
+        found += [Choice("hopper", hopper.as_dict(c)) for c in hopper.configs(product.bucket, product.n)]
+    elif why_not("ampere", product) is None and product.bucket <= 1024:
+        found += [Choice("ampere", asdict(c)) for c in ampere.configs(product.bucket)]
     if why_not("cusparselt", product) is None and product.bucket > 64:
         tokens = product.bucket
         device = torch.device("cuda", product.device)
@@ -178,10 +276,12 @@ def candidates(product: Product) -> list[Choice]:
 
 def runner(product: Product, choice: Choice | None = None) -> Run:
     """The call that runs a product in the way chosen."""
-    choice = choice or choose(product)
+    choice = choice or (choose_gated(product) if product.activation else choose(product))
+    if choice is None:
+        return _in_two_steps
     if choice.backend == "hopper":
-        shape = (product.n, product.k, product.dtype, hopper.Config(**choice.config), product.device)
-        launches = hopper.Launches(*shape)
+        shape = (product.n, product.k, product.dtype, hopper.from_dict(choice.config), product.device)
+        launches = hopper_launch.Launches(*shape, product.activation)
 
         def run(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, _: Tensor | None) -> Tensor:
             out = x.new_empty((x.shape[0], product.n))
@@ -189,6 +289,18 @@ def runner(product: Product, choice: Choice | None = None) -> Run:
             return out
 
         return run
+    if choice.backend == "ampere":
+        config = ampere.Config(**choice.config)
+        own = ampere.Launches(product.n, product.k, product.dtype, config, product.device)
+
+        def run_ampere(
+            x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, _: Tensor | None
+        ) -> Tensor:
+            out = x.new_empty((x.shape[0], product.n))
+            own.run(x, values, meta, bias, out)
+            return out
+
+        return run_ampere
     if choice.backend == "cusparselt":
         algorithm = cusparselt.Algorithm(**choice.config)
         return lambda x, values, meta, bias, compressed: _cusparselt(x, compressed, product, algorithm, bias)
@@ -227,7 +339,9 @@ def force(backend: str) -> Iterator[None]:
 def forget() -> None:
     """Choose anew from now on: the tables or the environment have changed."""
     _runs.clear()
+    _dense_wins.clear()
     _forced_runs.clear()
 
 
 library.impl("linear", linear, "CUDA")
+library.impl("gated_linear", gated_linear, "CUDA")

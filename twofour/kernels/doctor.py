@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from twofour.kernels import cusparselt, hopper
+from twofour.kernels import ampere, cusparselt, hopper
 
 _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "numpy", "triton", "gguf")
 
@@ -32,7 +32,8 @@ def examine() -> dict[str, Any]:
         "gpus": gpus,
         "no_gpu": None if gpus else _why_no_gpu(),
         "backends": [
-            _backend("hopper", _for_a_layer(hopper), "own kernel for Hopper, reads the packed form as it is"),
+            _backend("hopper", _for_a_layer(hopper), "own kernels for Hopper, read the packed form as it is"),
+            _backend("ampere", _for_a_layer(ampere), "own kernel for few tokens on any GPU from sm_80 on"),
             _backend(
                 "cusparselt", _for_a_layer(cusparselt), "NVIDIA's library with kept plans, for many tokens"
             ),

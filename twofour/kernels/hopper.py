@@ -1,40 +1,39 @@
-"""Few tokens on Hopper: the kernel of cuda/decode_sm90.cu, which reads the packed tensors as they are.
+"""Hopper: the two kernels of cuda/*_sm90.cu, which read the packed tensors as they are.
 
-`linear` multiplies up to 256 tokens. The positions' row pitch must be a multiple of 16 bytes for the copy
-engine, so k must be a multiple of 128. Nothing is repacked and nothing is kept per layer but the two
-128-byte descriptions of its tensors ("tensor maps"), which stay right as long as address and shape do.
+`Decode` is for few tokens, `Prefill` for many; each describes how its kernel is compiled. The positions' row
+pitch must be a multiple of 16 bytes for the copy engine, so k must be a multiple of 128. Nothing is repacked
+(see hopper_launch.py for what is kept per layer).
+
+Both can end with a gated activation: for a weight of two matrices, gate above beside,
+y = activate(x·gateᵀ) * (x·besideᵀ).
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from twofour.kernels import nvrtc
 
+ARCHITECTURE = "sm_90a"
 _SHARED_BYTES = 227 << 10  # of a multiprocessor
-_ELEMENT = {torch.float16: 6, torch.bfloat16: 9, torch.uint8: 0}  # CUtensorMapDataType
-_SWIZZLE_128 = 3
-_KEPT_LAUNCHES = 4096  # of one shape: more than any model has layers, few enough to forget a lost model's
+_BARRIERS = 512  # bytes of shared memory that are not tiles, at most
+
+#: Activations of a gated product, as the kernels number them.
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 
 
 @dataclass(frozen=True)
-class Config:
-    """How the kernel is compiled.
-
-    Tokens it has room for, warpgroups of 64 rows a block, blocks that share a row block's columns, columns a
-    tile, tiles in flight, row blocks that are worked on together when there are several tiles of tokens.
-    """
+class Decode:
+    """Few tokens: tokens a tile has room for, warpgroups of 64 rows a block, blocks that share a row block's
+    columns, columns a tile, tiles in flight, row blocks that are worked on together."""
 
     tokens: int
     warpgroups: int
@@ -42,6 +41,8 @@ class Config:
     step: int
     stages: int
     grouped: int = 16
+
+    kernel: ClassVar[str] = "decode"
 
     @property
     def shared_bytes(self) -> int:
@@ -53,8 +54,85 @@ class Config:
         return 64 * self.warpgroups * (self.step + self.step // 8) + 2 * self.step * self.tokens
 
     @property
-    def threads(self) -> int:
-        return 128 * self.warpgroups + 32
+    def cluster(self) -> int:
+        return self.split
+
+    @property
+    def x_box(self) -> int:
+        """Tokens that one copy fetches."""
+        return self.tokens
+
+    @property
+    def gates(self) -> bool:
+        """Whether a thread ends with both sums of a gated output."""
+        return (self.tokens // 2 // self.split) % 4 == 0
+
+    @property
+    def position_bytes(self) -> int:
+        """Of a row, that one copy fetches."""
+        return self.step // 8
+
+    def row_units(self, rows: int) -> int:
+        return -(-rows // (64 * self.warpgroups))
+
+    def blocks(self, row_units: int, tiles: int, resident: int) -> int:
+        """Blocks to launch; `resident` clusters run at the same time."""
+        return row_units * tiles * self.split
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Many tokens: tokens a tile, warpgroups of 64 rows a block, blocks that share x, row blocks together."""
+
+    tokens: int
+    warpgroups: int = 2
+    cluster: int = 2
+    grouped: int = 8
+
+    kernel: ClassVar[str] = "prefill"
+    step: ClassVar[int] = 128
+    position_bytes: ClassVar[int] = 32
+    e_stages: ClassVar[int] = 3
+    gates: ClassVar[bool] = True
+
+    @property
+    def a_stages(self) -> int:
+        return 3 if self.tokens > 192 or self.warpgroups > 2 else 4
+
+    @property
+    def b_stages(self) -> int:
+        left = _SHARED_BYTES - 1024 - _BARRIERS - self._weight_bytes
+        return min(left // (128 * self.tokens), 10)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._weight_bytes + self.b_stages * 128 * self.tokens + 1024
+
+    @property
+    def _weight_bytes(self) -> int:
+        return 64 * self.warpgroups * (self.a_stages * 128 + self.e_stages * self.position_bytes)
+
+    @property
+    def x_box(self) -> int:
+        return self.tokens // self.cluster
+
+    def row_units(self, rows: int) -> int:
+        return -(-rows // (64 * self.warpgroups * self.cluster))
+
+    def blocks(self, row_units: int, tiles: int, resident: int) -> int:
+        return min(row_units * tiles, resident) * self.cluster
+
+
+Config = Decode | Prefill
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    return {"kernel": config.kernel, **asdict(config)}
+
+
+def from_dict(options: dict[str, Any]) -> Config:
+    kind = {"decode": Decode, "prefill": Prefill}[options.get("kernel", "decode")]
+    return kind(**{name: value for name, value in options.items() if name != "kernel"})
 
 
 def why_not(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | None:
@@ -70,34 +148,63 @@ def why_not(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | N
     return None
 
 
-def configs(tokens: int) -> list[Config]:
-    """Candidates for a number of tokens: in one tile while they are few, in one or several after that."""
-    room = _room(tokens)
-    tiles = [room] if tokens <= 64 else [t for t in (64, 96, 128, 192, 256) if t <= room]
-    found = []
-    for tile, resident, warpgroups, split, step in itertools.product(
-        tiles, (2, 1), (1, 2, 4), (1, 2, 4), (128, 256)
-    ):
-        config = _fit(tile, warpgroups, split, step, resident)
-        # With thousands of tokens there are blocks enough without splitting, and small ones read x too often.
-        if config is not None and not (tokens > 1024 and (split > 1 or tile * warpgroups < 256)):
-            found.append(config)
-    return list(dict.fromkeys(found))
+def configs(tokens: int, n: int = 8) -> list[Config]:
+    """Candidates for a number of tokens."""
+    small = tokens <= 768 or (
+        tokens <= 2048 and n <= 2048
+    )  # not enough large tiles for every block to have one
+    few: list[Config] = list(_decode_configs(tokens)) if small or n % 8 else []
+    many: list[Config] = list(_prefill_configs(tokens)) if tokens > 64 and n % 8 == 0 else []
+    return list(dict.fromkeys(few + many))
 
 
-def guess(n: int, k: int, tokens: int, processors: int = 132) -> Config:
+def guess(n: int, k: int, tokens: int, processors: int = 132, gated: bool = False) -> Config:
     """A good configuration for a shape that was not measured, after those that were (benchmarks/LOG.md)."""
+    rows = 2 * n if gated else n
+    if tokens > 128 and n % 8 == 0:
+        return _least_waves(rows, tokens, processors)
     room = _room(tokens)
     if tokens > room:
-        first = _fit(128, 2, 1, 128, 1) if tokens <= 512 else _fit(128, 4, 1, 128, 1)
+        first = _fit(128, 4, 1, 128, 1)
     else:
-        blocks = -(-n // 64)
+        blocks = -(-rows // 64)
         many = blocks > 3 * processors
         warpgroups = 1 if room <= 32 or not many else 2 if room <= 64 else 4
-        split = 2 if 2 * blocks <= processors else 1
+        split = 2 if 2 * blocks <= processors and not gated else 1
         resident = 2 if many and warpgroups == 1 else 1
         first = _fit(room, warpgroups, split, 256 if room <= 64 else 128, resident)
-    return first or _fit(room, 1, 1, 128, 1) or configs(tokens)[0]
+    return first or _fit(room, 1, 1, 128, 1) or _decode_configs(tokens)[0]
+
+
+def _least_waves(rows: int, tokens: int, processors: int) -> Prefill:
+    """The tile with which the blocks finish together: rounds × the time of a tile, in products' cycles."""
+
+    def cost(config: Prefill) -> float:
+        units = config.row_units(rows) * -(-tokens // config.tokens)
+        rounds = -(-units // (processors // config.cluster))
+        return rounds * config.warpgroups * (16 + config.tokens / 2)  # see gpu.md: reading W, reading x
+
+    return min(_prefill_configs(tokens), key=cost)
+
+
+def _prefill_configs(tokens: int) -> list[Prefill]:
+    tiles = [t for t in (64, 128, 160, 192, 224, 256) if t < tokens + 64]
+    found = [Prefill(t, 2, cluster) for t in reversed(tiles) for cluster in (2, 1)]
+    return [*found, Prefill(192, 3, 2), Prefill(128, 4, 2)] if tokens >= 128 else found
+
+
+def _decode_configs(tokens: int) -> list[Decode]:
+    """In one tile while they are few, in one or several after that."""
+    room = _room(tokens)
+    if tokens <= 64:
+        choices = itertools.product((room,), (2, 1), (1, 2, 4), (1, 2, 4), (128, 256))
+    else:  # what was never among the best is left out: benchmarks/results/h200-tune-8b.json
+        tiles = [t for t in (64, 96, 128, 192, 256) if t <= room]
+        choices = itertools.product(tiles, (1,), (1, 2, 4), (1, 2, 4) if room <= 96 else (1, 2), (128,))
+    found = [
+        _fit(tile, warpgroups, split, step, resident) for tile, resident, warpgroups, split, step in choices
+    ]
+    return [c for c in dict.fromkeys(found) if c is not None]
 
 
 def _room(tokens: int) -> int:
@@ -105,28 +212,17 @@ def _room(tokens: int) -> int:
     return next((t for t in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256) if t >= tokens), 256)
 
 
-def _fit(room: int, warpgroups: int, split: int, step: int, resident: int) -> Config | None:
+def _fit(room: int, warpgroups: int, split: int, step: int, resident: int) -> Decode | None:
     """The configuration with as many stages as `resident` blocks have memory for, None if they do not fit."""
     registers = 65536 // resident // (128 * warpgroups + 32)
-    one = Config(room, warpgroups, split, step, 1)
+    one = Decode(room, warpgroups, split, step, 1)
     stages = (_SHARED_BYTES // resident - one.shared_bytes) // one.stage_bytes + 1
     if stages < 2 or room // 2 + 48 > min(registers, 255) or (room // 2) % split:
         return None
-    return Config(room, warpgroups, split, step, min(stages, 16))
+    return Decode(room, warpgroups, split, step, min(stages, 16))
 
 
-def linear(
-    x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, config: Config, out: Tensor | None = None
-) -> Tensor:
-    """x [tokens, k] · Wᵀ + bias, all contiguous and on one GPU."""
-    if out is None:
-        out = x.new_empty((x.shape[0], values.shape[0]))
-    launches = _launches(values.shape[0], x.shape[1], x.dtype, config, x.device.index)
-    launches.run(x, values, meta, bias, out)
-    return out
-
-
-def source(config: Config, dtype: torch.dtype) -> str:
+def source(config: Config, dtype: torch.dtype, activation: str | None = None) -> str:
     """The CUDA source with its constants, and the one instruction whose operands depend on them."""
     kind = "f16" if dtype == torch.float16 else "bf16"
     count = config.tokens // 2
@@ -136,140 +232,40 @@ def source(config: Config, dtype: torch.dtype) -> str:
         f"wgmma.mma_async.sp.sync.aligned.m64n{config.tokens}k32.f32.{kind}.{kind} "
         f"{{{sums}}}, %{count}, %{count + 1}, %{count + 2}, %{count + 3}, 1, 1, 1, 0, 0;"
     )
+    constants = {
+        "TOKENS": config.tokens,
+        "WARPGROUPS": config.warpgroups,
+        "FP16": int(dtype == torch.float16),
+        "GATED": ACTIVATIONS[activation],
+    }
+    if isinstance(config, Decode):
+        constants |= {"SPLIT": config.split, "STEP": config.step, "STAGES": config.stages}
+    else:
+        constants |= {
+            "CLUSTER": config.cluster,
+            "A_STAGES": config.a_stages,
+            "B_STAGES": config.b_stages,
+            "E_STAGES": config.e_stages,
+        }
     return (
-        f"#define TOKENS {config.tokens}\n#define WARPGROUPS {config.warpgroups}\n"
-        f"#define SPLIT {config.split}\n#define STEP {config.step}\n#define STAGES {config.stages}\n"
-        f"#define FP16 {int(dtype == torch.float16)}\n"
-        f'#define WGMMA(d, a, b, e, selector) asm volatile("{instruction}" '
-        f': {outputs} : "l"(a), "l"(b), "r"(e), "n"(selector))\n' + _text()
+        "".join(f"#define {name} {value}\n" for name, value in constants.items())
+        + f'#define WGMMA(d, a, b, e, selector) asm volatile("{instruction}" '
+        + f': {outputs} : "l"(a), "l"(b), "r"(e), "n"(selector))\n'
+        + _text("sm90.cuh")
+        + _text(f"{config.kernel}_sm90.cu")
     )
 
 
-def compile_all(configs: list[Config], dtype: torch.dtype, device: torch.device) -> None:
+def compile_all(
+    configs: list[Config], dtype: torch.dtype, device: torch.device, activation: str | None = None
+) -> None:
     """Compile what is not in the cache yet, on all cores at once: one after another takes minutes."""
     if why_not(device, dtype, 128, 128) is None:
-        sources = list(dict.fromkeys(source(c, dtype) for c in configs))
+        sources = list(dict.fromkeys(source(c, dtype, activation) for c in configs))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda text: nvrtc.compile_source(text, "sm_90a"), sources))
+            list(pool.map(lambda text: nvrtc.compile_source(text, ARCHITECTURE), sources))
 
 
 @cache
-def _text() -> str:
-    return files("twofour.kernels").joinpath("cuda/decode_sm90.cu").read_text()
-
-
-class Launches:
-    """The launches of one shape under one configuration, by the addresses of the weight's tensors."""
-
-    def __init__(self, n: int, k: int, dtype: torch.dtype, config: Config, device: int) -> None:
-        self.n, self.k, self.dtype, self.config, self.device = n, k, dtype, config, device
-        self.function = nvrtc.load(source(config, dtype), "sm_90a", "decode", config.shared_bytes, device)
-        self.by_address: dict[tuple[int, int], _Launch] = {}
-
-    def run(self, x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """The hot path: microseconds of host time count."""
-        key = (values.data_ptr(), meta.data_ptr())
-        launch = self.by_address.get(key)
-        if launch is None:
-            if len(self.by_address) >= _KEPT_LAUNCHES:
-                self.by_address.clear()
-            launch = self.by_address[key] = _Launch(self, *key)
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        launch(x.data_ptr(), x.shape[0], out.data_ptr(), 0 if bias is None else bias.data_ptr(), stream)
-
-
-@cache
-def _launches(n: int, k: int, dtype: torch.dtype, config: Config, device: int) -> Launches:
-    return Launches(n, k, dtype, config, device)
-
-
-class _Launch:
-    """One weight under one configuration: everything but x, the output and the stream is set once."""
-
-    def __init__(self, of: Launches, values: int, meta: int) -> None:
-        n, k, dtype, config = of.n, of.k, of.dtype, of.config
-        rows = 64 * config.warpgroups
-        self.lock = threading.Lock()
-        self.memory = ctypes.create_string_buffer(4 * 128)
-        maps = -(-ctypes.addressof(self.memory) // 128) * 128
-        _describe(maps, dtype, values, (k // 2, n), k, (64, rows), _SWIZZLE_128)
-        _describe(maps + 128, torch.uint8, meta, (k // 8, n), k // 8, (config.step // 8, rows), 0)
-        self.pointers = (ctypes.c_uint64 * 2)()  # y, bias
-        self.blocks, self.room, self.split = -(-n // rows), config.tokens, config.split
-        # n, tokens, steps, row blocks, tiles of tokens, row blocks that share the cache
-        self.numbers = (ctypes.c_int * 6)(n, 0, -(-k // config.step), self.blocks, 1, config.grouped)
-        at, number = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
-        where = [maps, maps + 128, maps + 256, at, at + 8, *range(number, number + 24, 4)]
-        self.arguments = (ctypes.c_void_p * len(where))(*where)
-        self.describe_x = _encoder(maps + 256, dtype, k, config.tokens)
-        self.run = nvrtc.launcher(of.function, config.threads, config.shared_bytes, self.arguments)
-
-    def __call__(self, x: int, tokens: int, out: int, bias: int, stream: int) -> None:
-        tiles = -(-tokens // self.room)
-        with self.lock:  # the driver copies the arguments before it returns
-            self.describe_x(x, tokens)
-            pointers, numbers = self.pointers, self.numbers
-            pointers[0], pointers[1] = out, bias
-            numbers[1], numbers[4] = tokens, tiles
-            self.run(self.blocks * tiles * self.split, stream)
-
-
-def _encoder(at: int, dtype: torch.dtype, k: int, box_tokens: int) -> Any:
-    """A call (address, tokens) that describes x at `at`, with all that does not change made once."""
-    encode = nvrtc.driver().cuTensorMapEncodeTiled
-    sizes, pitch = (ctypes.c_uint64 * 2)(k, 0), (ctypes.c_uint64 * 1)(2 * k)
-    box, ones = (ctypes.c_uint32 * 2)(64, box_tokens), (ctypes.c_uint32 * 2)(1, 1)
-    target, address_of_x, last = ctypes.c_void_p(at), ctypes.c_void_p(), (0, 0)
-
-    def describe_x(address: int, tokens: int) -> None:
-        nonlocal last
-        if last == (address, tokens):
-            return
-        last = (address, tokens)
-        sizes[1] = tokens
-        address_of_x.value = address
-        status = encode(
-            target,
-            _ELEMENT[dtype],
-            2,
-            address_of_x,
-            sizes,
-            pitch,
-            box,
-            ones,
-            0,
-            _SWIZZLE_128,
-            2,
-            0,
-        )
-        if status:
-            nvrtc.check(status, "cuTensorMapEncodeTiled")
-
-    return describe_x
-
-
-def _describe(
-    at: int,
-    dtype: torch.dtype,
-    address: int,
-    sizes: tuple[int, int],
-    pitch: int,
-    box: tuple[int, int],
-    swizzle: int,
-) -> None:
-    """Write the description of a row-major matrix, [sizes[1], sizes[0]] with `pitch` bytes a row, at `at`."""
-    status = nvrtc.driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at),
-        _ELEMENT[dtype],
-        2,
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(*sizes),
-        (ctypes.c_uint64 * 1)(pitch),
-        (ctypes.c_uint32 * 2)(*box),
-        (ctypes.c_uint32 * 2)(1, 1),
-        0,
-        swizzle,
-        2,  # 128-byte promotion in L2
-        0,  # zeros beyond the edges
-    )
-    nvrtc.check(status, "cuTensorMapEncodeTiled")
+def _text(name: str) -> str:
+    return files("twofour.kernels").joinpath(f"cuda/{name}").read_text()

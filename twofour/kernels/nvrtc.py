@@ -158,20 +158,35 @@ class _Launch(ctypes.Structure):
     )
 
 
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _MAY_START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
+def resident_clusters(
+    function: ctypes.c_void_p, threads: int, shared_bytes: int, cluster: int, device_index: int
+) -> int:
+    """How many clusters of a kernel the GPU runs at once. Not all of it: they do not cross its parts."""
+    with torch.cuda.device(device_index):
+        size = _Attribute(id=_CLUSTER_DIMENSION)
+        size.value[:3] = cluster, 1, 1
+        config = _Launch((cluster, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(size), 1)
+        count = ctypes.c_int()
+        status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
+        check(status, "cuOccupancyMaxActiveClusters")
+    return count.value
+
+
 def launcher(
-    function: ctypes.c_void_p, threads: int, shared_bytes: int, arguments: Any
+    function: ctypes.c_void_p, threads: int, shared_bytes: int, arguments: Any, early: bool = True
 ) -> Callable[[int, int], None]:
     """A call (blocks, stream) that launches a kernel with arguments which are read at each launch.
 
-    The kernel may start while the one before it in the stream still runs: it must wait for that one itself
-    (griddepcontrol.wait) before it touches what it made.
+    With `early` the kernel may start while the one before it in the stream still runs: it must wait for that
+    one itself (griddepcontrol.wait, from compute capability 9.0 on) before it touches what it made.
     """
-    early = _Attribute(id=_MAY_START_EARLY)
-    early.value[0] = 1
-    config = _Launch((1, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(early), 1)
+    attribute = _Attribute(id=_MAY_START_EARLY)
+    attribute.value[0] = 1
+    config = _Launch((1, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(attribute), int(early))
     at = ctypes.addressof(config)
     run = driver().cuLaunchKernelEx
 

@@ -1,6 +1,7 @@
 """Modules that hold packed weights as plain tensors, and the calls that put them into a model."""
 
 from twofour.nn.convert import convert_, packed_layers, set_memory, swap_
+from twofour.nn.fuse import fuse_, unfuse_
 from twofour.nn.modules import Memory, PackedModule, SparseConv2d, SparseLinear
 
 __all__ = [
@@ -9,7 +10,9 @@ __all__ = [
     "SparseConv2d",
     "SparseLinear",
     "convert_",
+    "fuse_",
     "packed_layers",
     "set_memory",
     "swap_",
+    "unfuse_",
 ]

@@ -7,14 +7,16 @@ tools move parameters only.
 
 How much memory a layer may use is its `memory`:
 
-             CPU                                             GPU
-    "small"  the weight is unpacked in every call            only the packed form: 9/16 of the dense bytes
-    "auto"   as "fast" while there is memory to spare        also cuSPARSELt's positions: 10/16, see below
-    "fast"   the dense weight is unpacked once and kept      as "auto"; a convolution's dense weight is kept
+             CPU                                       GPU
+    "small"  the weight is unpacked in every call      only the packed form: 9/16 of the dense bytes
+    "auto"   as "fast" while there is memory to spare  the same; off Hopper with cuSPARSELt's positions
+    "fast"   the dense weight is kept as well          with cuSPARSELt's positions: 10/16; and with the dense
+                                                       weight where that was measured to be fastest or
+                                                       nothing sparse can run (a convolution)
 
-What is kept beside the packed form is never in the state dict. cuSPARSELt is ahead for many tokens and wants
-its own form: our values, then positions in an order of its own. `weight_values` becomes a view into it, so
-that only the positions are there twice.
+What is kept beside the packed form is never in the state dict. cuSPARSELt is a little ahead of our kernels
+for thousands of tokens and wants its own form: our values, then positions in an order of its own.
+`weight_values` becomes a view into it, so that only the positions are there twice.
 """
 
 from __future__ import annotations
@@ -117,13 +119,12 @@ class PackedModule(nn.Module):
         if self._keeps_dense(device):
             with torch.inference_mode(False), torch.no_grad():  # it must serve training as well
                 self.dense_weight = self.unpacked()
-        elif device == "cuda":
+        if device == "cuda":
             self._compress()
 
     def _keeps_dense(self, device: str) -> bool:
         if device == "cuda":
-            # No sparse kernel runs a convolution; a linear layer has one that is faster than dense.
-            return self.memory == "fast" and self.layer.kind == "conv2d"
+            return self.memory == "fast" and self._dense_pays()
         return self.memory == "fast" or (device == "cpu" and self._memory_to_spare())
 
     def _drop_derived(self) -> None:
@@ -131,6 +132,10 @@ class PackedModule(nn.Module):
         if self.compressed_weight is not None:
             self.weight_values.data = self.weight_values.detach().clone()  # out of the memory they shared
             self.compressed_weight = None
+
+    def _dense_pays(self) -> bool:
+        """Whether the dense weight is ever the fastest on the GPU: no sparse kernel runs a convolution."""
+        return True
 
     def _compress(self) -> None:
         """Make cuSPARSELt's form where it can be used, and let the values live in it."""
@@ -207,11 +212,21 @@ class SparseLinear(PackedModule):
         new._set_packed(pack(matrix, name), bias if isinstance(bias, Tensor) else None)
         return new.train(module.training)
 
+    def _dense_pays(self) -> bool:
+        values = self.weight_values
+        if self.weight_scale is not None:
+            return True
+        return kernels.dispatch.worth_keeping_dense(
+            self.out_features, self.in_features, values.dtype, values.device.index
+        )
+
     def _compress(self) -> None:
         values = self.weight_values
-        if self.weight_scale is not None or cusparselt.why_not(
-            values.device, values.dtype, *self.layer.shape
-        ):
+        rows, columns = self.out_features, self.in_features
+        if self.weight_scale is not None or cusparselt.why_not(values.device, values.dtype, rows, columns):
+            return
+        own_kernel = kernels.dispatch.has_own_kernel(rows, columns, values.dtype, values.device)
+        if self.memory == "auto" and own_kernel:
             return
         with torch.inference_mode(False), torch.no_grad():
             compressed = cusparselt.compress(self.unpacked())
@@ -222,16 +237,24 @@ class SparseLinear(PackedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self._input(x)
-        if self.dense_weight is not None:
+        if self.dense_weight is not None and self._dense_is_fastest(x):
             return F.linear(x, self.dense_weight, self.bias)
         arguments = (
             *(x, self.weight_values, self.weight_meta, self.weight_scale, self.bias),
             *(self.in_features, self.compressed_weight),
         )
         # Without gradients or tracing there is nothing that the operator adds to its kernel but 10 µs.
-        if x.is_cuda and type(x) is Tensor and not torch.is_grad_enabled() and not _traced():
+        if x.is_cuda and type(x) is Tensor and not torch.is_grad_enabled() and not watched():
             return kernels.dispatch.linear(*arguments)
         return ops.linear(*arguments)
+
+    def _dense_is_fastest(self, x: Tensor) -> bool:
+        if not x.is_cuda or self.weight_scale is not None or x.dtype != self.weight_values.dtype:
+            return True
+        tokens = x.numel() // self.in_features
+        return kernels.dispatch.dense_is_fastest(
+            self.out_features, self.in_features, tokens, x.dtype, x.device.index
+        )
 
     def extra_repr(self) -> str:
         return (
@@ -279,7 +302,7 @@ class SparseConv2d(PackedModule):
         )
 
 
-def _traced() -> bool:
+def watched() -> bool:
     """Whether somebody watches the operators: a compiler, an exporter, a mode that counts or records them."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 

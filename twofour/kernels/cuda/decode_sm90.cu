@@ -10,13 +10,12 @@
 // * The next kernel of the stream may start while this one ends ("programmatic dependent launch"): W does
 //   not depend on the kernel before, so its first tiles are asked for before that one has finished.
 //
-// Compiled per configuration: TOKENS (8…256), WARPGROUPS, SPLIT, STAGES, STEP and FP16 or bf16; WGMMA(…) is
-// generated. Tiles beyond the edges of W and x are filled with zeros by the copy engine, so any n, and any k
+// With GATED, W is two matrices, a gate and the one beside it, and y = activate(x · gateᵀ) * (x · besideᵀ): their
+// rows come into shared memory in turns, eight of each, so that a thread has both sums of an output.
+//
+// Compiled per configuration: TOKENS (8…256), WARPGROUPS, SPLIT, STAGES, STEP, GATED and FP16 or bf16; WGMMA(…) is
+// generated, sm90.cuh comes first. Tiles beyond the edges of W and x are filled with zeros by the copy engine, so any n, and any k
 // that is a multiple of 128, works; outputs beyond n or tokens are not written.
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
 
 constexpr int ROWS = 64 * WARPGROUPS;             // rows of W per block
 constexpr int CONSUMERS = 128 * WARPGROUPS;
@@ -31,62 +30,12 @@ constexpr int ACCUMULATORS = TOKENS / 2;          // floats a thread
 constexpr int PENDING = STAGES > 2;               // with two stages, waiting would leave only one to be filled
 constexpr int SHARE = ACCUMULATORS / SPLIT;       // of which each block of a cluster finishes so many
 
-struct alignas(64) TensorMap { char opaque[128]; };
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, int phase) {
-  asm volatile(
-      "{\n.reg .pred done;\nwaiting:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\nbra waiting;\nfinished:\n}" ::"r"(barrier), "r"(phase) : "memory");
-}
-__device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// A shared-memory matrix of 128-byte rows under the 128-byte swizzle: 8 rows are 1024 bytes.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
-__device__ __forceinline__ u16 to_16_bit(float value) {
-  u16 out;
-#if FP16
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
+// Rows of W: block number `block` of them, from column x on.
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int x, int block, u32 barrier, u64 policy) {
+#if GATED
+  copy_pairs(to, map, x, block * (ROWS / 16), barrier, policy);
 #else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
-#endif
-  return out;
-}
-__device__ __forceinline__ float from_16_bit(u16 value) {
-#if FP16
-  float out;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value));
-  return out;
-#else
-  return __uint_as_float((u32)value << 16);
+  copy_tile(to, map, x, block * ROWS, barrier, policy);
 #endif
 }
 
@@ -137,8 +86,8 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
         barrier_expect(barrier, STAGE_BYTES);
 #pragma unroll
         for (int j = 0; j < STEP / 128; ++j)
-          copy_tile(tile + j * A_BOX, &values, step * (STEP / 2) + 64 * j, block * ROWS, barrier, once);
-        copy_tile(tile + A_BYTES + B_BYTES, &positions, step * E_PITCH, block * ROWS, barrier, once);
+          copy_rows(tile + j * A_BOX, &values, step * (STEP / 2) + 64 * j, block, barrier, once);
+        copy_rows(tile + A_BYTES + B_BYTES, &positions, step * E_PITCH, block, barrier, once);
       };
       auto copy_x = [&](int i) {
         const int s = i % STAGES, step = first + i;
@@ -239,6 +188,19 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
     }
   }
 
+#if GATED
+  static_assert(SHARE % 4 == 0, "a block finishes both sums of an output");
+  const int at = block * (ROWS / 2) + 32 * group + 8 * (warp % 4) + lane / 4;
+  const float low = bias && at < n ? from_16_bit(bias[at]) : 0.f;
+  const float high = bias && at < n ? from_16_bit(bias[n + at]) : 0.f;
+#pragma unroll
+  for (int i = 0; i < SHARE; ++i) {
+    if (i % 4 > 1) continue;  // beside, used with its gate
+    const int j = rank * SHARE + i, token = first_token + 8 * (j / 4) + 2 * (lane % 4) + j % 2;
+    const float out = activate(sum[i] + low) * (sum[i + 2] + high);
+    if (token < tokens && at < n) y[(long long)token * n + at] = to_16_bit(out);
+  }
+#else
   const int at = block * ROWS + row;
   const float low = bias && at < n ? from_16_bit(bias[at]) : 0.f;
   const float high = bias && at + 8 < n ? from_16_bit(bias[at + 8]) : 0.f;
@@ -248,4 +210,5 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
     const int token = first_token + 8 * (j / 4) + 2 * (lane % 4) + j % 2, here = at + (j % 4 < 2 ? 0 : 8);
     if (token < tokens && here < n) y[(long long)token * n + here] = to_16_bit(sum[i] + (j % 4 < 2 ? low : high));
   }
+#endif
 }

@@ -1,0 +1,173 @@
+"""Fused layers compute the same, keep their names in the state dict, and come apart again."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import twofour
+from twofour.errors import InputError
+from twofour.kernels import reference
+from twofour.nn import SparseLinear, fuse_, packed_layers, unfuse_
+from twofour.nn.fuse import GatedMLP, SharedInput, gated
+
+
+def tiny_llama(**options):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, **options)).eval()
+    twofour.prune_(model)
+    return twofour.pack_(model, memory="small")
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_a_llama_computes_the_same_with_four_products_a_layer_instead_of_seven(tokens):
+    model = tiny_llama()
+    wanted, before = model(tokens).logits, model.state_dict()
+    assert fuse_(model) == 2 * 3
+    assert len([m for m in model.modules() if isinstance(m, SparseLinear)]) == 2 * 4
+    assert len([m for m in model.modules() if isinstance(m, GatedMLP)]) == 2
+    torch.testing.assert_close(model(tokens).logits, wanted)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@torch.no_grad()
+def test_unfusing_gives_the_model_back(tokens):
+    model = tiny_llama(attention_bias=True)
+    names, wanted = list(packed_layers(model)), model(tokens).logits
+    fuse_(model)
+    assert list(packed_layers(model)) != names
+    unfuse_(model)
+    assert sorted(packed_layers(model)) == sorted(names)
+    assert torch.equal(model(tokens).logits, wanted)
+    assert not any(isinstance(m, SharedInput | GatedMLP) for m in model.modules())
+
+
+@torch.no_grad()
+def test_generates_saves_and_copies(tokens, tmp_path):
+    model = tiny_llama()
+    wanted = model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    fuse_(model)
+    assert torch.equal(model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0), wanted)
+    double = copy.deepcopy(model)
+    torch.testing.assert_close(double(tokens).logits, model(tokens).logits)
+    shared = [m for m in double.modules() if isinstance(m, SharedInput)]
+    assert shared
+    assert not any(m in list(model.modules()) for m in shared)
+    with pytest.raises(InputError, match="unfuse_"):
+        model.load_state_dict(model.state_dict())
+
+
+def test_compiles_without_a_graph_break(tokens):
+    model = tiny_llama()
+    fuse_(model)
+    with torch.no_grad():
+        wanted = model(tokens).logits
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(tokens).logits, wanted)
+        torch.testing.assert_close(compiled(tokens.flip(1)).logits, model(tokens.flip(1)).logits)
+
+
+def test_gradients_for_the_input_pass_through(tokens):
+    model = tiny_llama()
+    embedded = model.get_input_embeddings()(tokens).detach()
+
+    def gradient():
+        x = embedded.clone().requires_grad_()
+        model(inputs_embeds=x).logits.square().mean().backward()
+        return x.grad
+
+    wanted = gradient()
+    fuse_(model)
+    torch.testing.assert_close(gradient(), wanted)
+
+
+class Branches(nn.Module):
+    """Two layers on the same input, one on another."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 16), nn.Linear(32, 24, bias=False)
+        self.c = nn.Linear(32, 16)
+
+    def forward(self, x):
+        return torch.cat([self.a(x), self.b(x), self.c(x + 1)], -1)
+
+
+class Odd(nn.Module):
+    """Looks like a gated MLP and is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3, self.w2 = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.w2(torch.tanh(self.w1(x)) + self.w3(x))
+
+
+class Swapped(Odd):
+    def forward(self, x):
+        return self.w2(F.gelu(self.w3(x)) * self.w1(x))
+
+
+def packed(module):
+    torch.manual_seed(0)
+    return twofour.pack_(twofour.prune_(module.eval()), memory="small")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "saved"), [(Branches, 1), (Odd, 1), (Swapped, 1)])
+def test_only_what_was_seen_to_share_an_input_is_fused(kind, saved):
+    model = packed(nn.Sequential(kind()))
+    x = torch.randn(5, 32)
+    wanted = model(x)
+    assert fuse_(model, x) == saved
+    assert any(isinstance(m, GatedMLP) for m in model.modules()) == (kind is Swapped)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), wanted)
+    torch.testing.assert_close(model(x * 2), unfuse_(model)(x * 2))
+
+
+def test_a_part_called_twice_or_alone_is_right_too():
+    model = packed(nn.Sequential(Branches()))
+    x, other = torch.randn(5, 32), torch.randn(7, 32)
+    branches = model[0]
+    wanted = {name: (getattr(branches, name)(x), getattr(branches, name)(other)) for name in "ab"}
+    fuse_(model, x)
+    for name in "aabab":
+        for given, expected in zip((x, other), wanted[name], strict=True):
+            torch.testing.assert_close(getattr(branches, name)(given), expected)
+
+
+def test_without_an_example_the_error_says_what_to_give():
+    with pytest.raises(InputError, match="second argument"):
+        fuse_(packed(nn.Sequential(Odd())))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_the_gated_operator(activation):
+    layer = SparseLinear.from_dense(twofour.prune_(nn.Sequential(nn.Linear(32, 48)))[0], memory="small")
+    x = torch.randn(3, 5, 32)
+    with torch.no_grad():
+        both = layer(x)
+        first, second = both[..., :24], both[..., 24:]
+        wanted = reference.ACTIVATIONS[activation](first) * second
+        torch.testing.assert_close(gated(layer, x, activation), wanted)
+        assert gated(layer, x[:0], activation).shape == (0, 5, 24)
+    arguments = (x, layer.weight_values, layer.weight_meta, None, layer.bias, 32, activation)
+    torch.library.opcheck(
+        torch.ops.twofour.gated_linear.default,
+        tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments),
+    )

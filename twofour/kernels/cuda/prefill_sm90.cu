@@ -1,0 +1,307 @@
+// y[tokens, n] = x[tokens, k] · Wᵀ (+ bias) for many tokens, W packed 2:4, 16 bit, on Hopper (sm_90a).
+//
+// Many tokens means that the time is the multiplications', so everything serves to keep the tensor cores fed:
+// * A block owns 64·WARPGROUPS rows of W × TOKENS tokens; each warpgroup multiplies 64 rows with all TOKENS. W
+//   comes from the checkpoint's own row-major layout, as in decode_sm90.cu.
+// * A cluster of CLUSTER blocks has the same tokens and neighbouring rows: each fetches its part of the tokens'
+//   tile and the copy engine hands it to all of them, so x leaves the cache once a cluster, not once a block.
+// * Three rings of buffers: values of W in tiles of 128 columns, positions of 256 (32 bytes a row, what the memory
+//   gives at once), x, the largest, in finer pieces of 64.
+// * Two products of 32 columns stay in flight per warpgroup while the next two are issued; the positions of the
+//   next tile of W are fetched under the products of this one.
+// * Blocks stay (one a multiprocessor) and take tile after tile: while a tile's sums are rounded and written, the
+//   first stages of the next one arrive. Sums go from registers to y directly; an 8×8 transpose between lanes
+//   makes whole 32-byte sectors of them.
+//
+// Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, A_STAGES, B_STAGES, E_STAGES, GATED (see decode_sm90.cu) and FP16 or
+// bf16; WGMMA(…) is generated, sm90.cuh comes first. n must be a multiple of 8, k of 128.
+
+constexpr int ROWS = 64 * WARPGROUPS;
+constexpr int CONSUMERS = 128 * WARPGROUPS;
+constexpr int A_BYTES = ROWS * 128;               // 64 values, that is 128 columns, of each row
+constexpr int E_PITCH = 32;                       // bytes of positions of 256 columns
+constexpr int E_BYTES = ROWS * E_PITCH;
+constexpr int B_STAGE = TOKENS * 128;             // 64 columns of x
+constexpr int B_PART = B_STAGE / CLUSTER;         // what one block of the cluster fetches
+constexpr int ACCUMULATORS = TOKENS / 2;
+
+// Which rows and tokens a cluster's unit of work is: units that run at the same time lie in `grouped` sets of rows
+// and neighbouring tiles of tokens, so that what they read is still in the cache for each other.
+struct Unit {
+  int rows, token;
+  __device__ __forceinline__ Unit(int unit, int sets, int tiles, int grouped, int rank) {
+    const int first = unit / (grouped * tiles) * grouped, height = min(grouped, sets - first);
+    rows = (first + unit % (grouped * tiles) % height) * CLUSTER + rank;
+    token = unit % (grouped * tiles) / height * TOKENS;
+  }
+};
+
+// Which buffer of a ring is next, and in which state its barrier is then.
+template <int STAGES>
+struct Ring {
+  int stage = 0, phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ int before() const { return stage ? stage - 1 : STAGES - 1; }
+};
+
+// The half of a descriptor that depends on the address, and the whole of it.
+__device__ __forceinline__ u32 low_word(u32 address) { return (u32)descriptor(address); }
+__device__ __forceinline__ u64 full_descriptor(u32 low) {
+  u64 out;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(out) : "r"(low), "r"((u32)(descriptor(0) >> 32)));
+  return out;
+}
+
+__device__ __forceinline__ u32 transpose_8x8(u32 in) {
+  u32 out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(in));
+  return out;
+}
+__device__ __forceinline__ void store_8_bytes(u16* to, u32 first, u32 second) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(first), "r"(second) : "memory");
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
+prefill(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
+        const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
+        int steps, int sets, int tiles, int grouped) {
+  extern __shared__ char unaligned[];
+  // By the same amount in every block of a cluster, which write into each other's shared memory.
+  char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
+  const u32 a_ring = shared_address(shared), b_ring = a_ring + A_STAGES * A_BYTES;
+  const u32 e_ring = b_ring + B_STAGES * B_STAGE;  // last: it is the one that need not be aligned to 1024
+  const char* e_tiles = shared + A_STAGES * A_BYTES + B_STAGES * B_STAGE;
+  __shared__ alignas(8) u64 a_full[A_STAGES], a_empty[A_STAGES], b_full[B_STAGES], b_empty[B_STAGES];
+  __shared__ alignas(8) u64 e_full[E_STAGES], e_empty[E_STAGES];
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, units = sets * tiles;
+
+  if (threadIdx.x == CONSUMERS) {
+    prefetch_map(&values);
+    prefetch_map(&positions);
+    prefetch_map(&x);
+    for (int s = 0; s < A_STAGES; ++s) {
+      barrier_init(shared_address(&a_full[s]), 1);
+      barrier_init(shared_address(&a_empty[s]), WARPGROUPS);
+    }
+    for (int s = 0; s < E_STAGES; ++s) {
+      barrier_init(shared_address(&e_full[s]), 1);
+      barrier_init(shared_address(&e_empty[s]), WARPGROUPS);
+    }
+    for (int s = 0; s < B_STAGES; ++s) {
+      barrier_init(shared_address(&b_full[s]), 1);
+      barrier_init(shared_address(&b_empty[s]), WARPGROUPS * CLUSTER);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  __syncthreads();
+  if (CLUSTER > 1) {  // nobody may write to a block whose barriers are not there yet
+    cluster_arrive();
+    cluster_wait();
+  }
+
+  if (warp == 4 * WARPGROUPS) {  // the copying warp
+    if (lane == 0) {
+      u64 policy;
+      asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+      Ring<A_STAGES> a;  // the buffers to be filled next
+      Ring<B_STAGES> b;
+      Ring<E_STAGES> e;
+      auto copy_rows = [&](u32 to, const TensorMap* map, int column, int rows, u32 barrier) {
+#if GATED
+        copy_pairs(to, map, column, rows * (ROWS / 16), barrier, policy);
+#else
+        copy_tile(to, map, column, rows * ROWS, barrier, policy);
+#endif
+      };
+      auto copy_weights = [&](int rows, int step) {
+        if (step % 2 == 0) {
+          const u32 barrier = shared_address(&e_full[e.stage]);
+          barrier_wait(shared_address(&e_empty[e.stage]), e.phase ^ 1);  // the first round passes at once
+          barrier_expect(barrier, E_BYTES);
+          copy_rows(e_ring + e.stage * E_BYTES, &positions, step / 2 * E_PITCH, rows, barrier);
+          e.advance();
+        }
+        const u32 barrier = shared_address(&a_full[a.stage]);
+        barrier_wait(shared_address(&a_empty[a.stage]), a.phase ^ 1);
+        barrier_expect(barrier, A_BYTES);
+        copy_rows(a_ring + a.stage * A_BYTES, &values, step * 64, rows, barrier);
+        a.advance();
+      };
+      auto copy_x = [&](int token, int half_step) {
+        const u32 barrier = shared_address(&b_full[b.stage]), to = b_ring + b.stage * B_STAGE + rank * B_PART;
+        barrier_wait(shared_address(&b_empty[b.stage]), b.phase ^ 1);
+        barrier_expect(barrier, B_STAGE);
+        if (CLUSTER > 1)
+          copy_tile_to(to, &x, half_step * 64, token + rank * (TOKENS / CLUSTER), barrier, policy,
+                       (u16)((1 << CLUSTER) - 1));
+        else
+          copy_tile(to, &x, half_step * 64, token, barrier, policy);
+        b.advance();
+      };
+      bool waited = false;
+      for (int unit = blockIdx.x / CLUSTER; unit < units; unit += clusters) {
+        const Unit at(unit, sets, tiles, grouped, rank);
+        int fetched = 0;
+        if (!waited) {  // W does not depend on the kernel before this one, x may be its work
+          while (fetched < min(A_STAGES, steps)) copy_weights(at.rows, fetched++);
+          asm volatile("griddepcontrol.wait;" ::: "memory");
+          waited = true;
+        }
+        for (int step = 0; step < steps; ++step) {
+          if (step >= fetched) copy_weights(at.rows, step);
+          copy_x(at.token, 2 * step);
+          copy_x(at.token, 2 * step + 1);
+        }
+      }
+    }
+    __syncwarp();
+    if (CLUSTER > 1) {
+      cluster_arrive();
+      cluster_wait();
+    }
+    return;
+  }
+
+  const int group = warp / 4;
+  // This thread's rows of the block's, in the accumulators and in the positions alike: `row` and `row` + 8.
+  const int row = 64 * group + 16 * (warp % 4) + lane / 4;
+  float sum[ACCUMULATORS];
+  u32 even[2] = {}, odd[2] = {};  // positions, see decode_sm90.cu: two sets that take turns
+  Ring<A_STAGES> a;               // the tiles to be multiplied next
+  Ring<B_STAGES> b;
+  Ring<E_STAGES> e;
+  const u32 a_first = low_word(a_ring + group * 64 * 128), b_first = low_word(b_ring);
+
+  auto hold = [&]() {  // the compiler must not move sums across the products that it cannot see writing them
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j])::"memory");
+  };
+  auto wait_a = [&]() { barrier_wait(shared_address(&a_full[a.stage]), a.phase); };
+  auto wait_b = [&]() { barrier_wait(shared_address(&b_full[b.stage]), b.phase); };
+  // Of the first or second 128 columns of a tile of positions.
+  auto fetch_positions = [&](int second, u32(&places)[2]) {
+    barrier_wait(shared_address(&e_full[e.stage]), e.phase);
+    const char* at = e_tiles + e.stage * E_BYTES + row * E_PITCH + 16 * second + 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      places[j] = *(const u16*)(at + 8 * j) | (u32) * (const u16*)(at + 8 * j + 8 * E_PITCH) << 16;
+  };
+  auto release = [&](u64* empty) {
+    if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(empty));
+  };
+  auto release_b = [&](int stage) {
+    const u32 barrier = shared_address(&b_empty[stage]);
+    if (CLUSTER > 1) {
+      if (threadIdx.x % 128 < CLUSTER) barrier_arrive_at(barrier, threadIdx.x % 128);
+    } else {
+      if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
+    }
+  };
+  // 128 columns, the first or second of a tile of positions, in two halves of two products each. Whatever the
+  // next half needs is waited for and worked out while this one and the one before run, so that between the
+  // end of the one before and the issue of the next there is nothing to do.
+  auto multiply = [&](int second, bool first, bool last, u32(&places)[2], u32(&next)[2]) {
+    const u32 a_low = a_first + a.stage * (A_BYTES >> 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const u32 b_low = b_first + b.stage * (B_STAGE >> 4);
+      hold();
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      WGMMA(sum, full_descriptor(a_low + 4 * half), full_descriptor(b_low), places[half], 0);
+      WGMMA(sum, full_descriptor(a_low + 4 * half + 2), full_descriptor(b_low + 4), places[half], 1);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      const int b_before = b.before(), a_before = a.before(), e_before = e.before();
+      b.advance();
+      if (half) {
+        a.advance();
+        if (second) e.advance();
+        if (!last) {
+          fetch_positions(!second, next);
+          wait_a();
+          wait_b();
+        }
+      } else {
+        wait_b();
+      }
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      hold();
+      // Everything before this half is done: its tiles may be filled again, its positions be overwritten.
+      asm volatile("" : "+r"(next[0]), "+r"(next[1]), "+r"(places[0]), "+r"(places[1])::"memory");
+      if (half || !first) release_b(b_before);
+      if (!half && !first) {
+        release(&a_empty[a_before]);
+        if (!second) release(&e_empty[e_before]);
+      }
+    }
+  };
+
+  for (int unit = blockIdx.x / CLUSTER; unit < units; unit += clusters) {
+    const Unit at(unit, sets, tiles, grouped, rank);
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0.f;
+    fetch_positions(0, even);
+    wait_a();
+    wait_b();
+    for (int step = 0; step < steps; step += 2) {
+      multiply(0, step == 0, step + 1 == steps, even, odd);
+      if (step + 1 < steps) multiply(1, false, step + 2 == steps, odd, even);
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    hold();
+    asm volatile("" : "+r"(even[0]), "+r"(even[1]), "+r"(odd[0]), "+r"(odd[1])::"memory");
+    if (steps % 2) e.advance();  // the second half of its positions is beyond the edge
+    release_b(b.before());
+    release(&a_empty[a.before()]);
+    release(&e_empty[e.before()]);
+
+    // A thread has the sums of its two rows for tokens 8j + 2·(lane % 4) and one more. Transposed, it has two
+    // neighbouring rows of token 8j + lane / 4; with its neighbour's, four: 8 bytes of y.
+    const bool odd_lane = lane & 1;
+#if GATED
+    const int low_row = at.rows * (ROWS / 2) + 32 * group + 8 * (warp % 4) + lane / 4;
+    const float low = bias && low_row < n ? from_16_bit(bias[low_row]) : 0.f;
+    const float high = bias && low_row < n ? from_16_bit(bias[n + low_row]) : 0.f;
+    const int column = low_row - lane / 4 + 2 * (lane % 4 - odd_lane);
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; j += 2) {
+      u32 part[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float* of = sum + 4 * (j + i);
+        part[i] = transpose_8x8(pack_two(activate(of[0] + low) * (of[2] + high), activate(of[1] + low) * (of[3] + high)));
+      }
+      const u32 keep = odd_lane ? part[1] : part[0];
+      const u32 got = __shfl_xor_sync(~0u, odd_lane ? part[0] : part[1], 1);
+      const int token = at.token + 8 * (j + odd_lane) + lane / 4;
+      if (token < tokens && column < n)
+        store_8_bytes(y + (long long)token * n + column, odd_lane ? got : keep, odd_lane ? keep : got);
+    }
+#else
+    const int low_row = at.rows * ROWS + row, high_row = low_row + 8;
+    const float low = bias && low_row < n ? from_16_bit(bias[low_row]) : 0.f;
+    const float high = bias && high_row < n ? from_16_bit(bias[high_row]) : 0.f;
+    const int column = low_row - lane / 4 + 8 * odd_lane + 2 * (lane % 4 - odd_lane);
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; ++j) {
+      const float* of = sum + 4 * j;
+      const u32 upper = transpose_8x8(pack_two(of[0] + low, of[1] + low));
+      const u32 lower = transpose_8x8(pack_two(of[2] + high, of[3] + high));
+      const u32 keep = odd_lane ? lower : upper;
+      const u32 got = __shfl_xor_sync(~0u, odd_lane ? upper : lower, 1);
+      const int token = at.token + 8 * j + lane / 4;
+      if (token < tokens && column < n)
+        store_8_bytes(y + (long long)token * n + column, odd_lane ? got : keep, odd_lane ? keep : got);
+    }
+#endif
+  }
+  if (CLUSTER > 1) {  // the other blocks still report to this one's barriers
+    cluster_arrive();
+    cluster_wait();
+  }
+}

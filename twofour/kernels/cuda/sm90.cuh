@@ -1,0 +1,115 @@
+// What the Hopper kernels share: barriers, the tensor copy engine, clusters, wgmma's descriptors, rounding.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct alignas(64) TensorMap { char opaque[128]; };
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrive at the same barrier of another block of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 block) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(block)
+      : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, int phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nwaiting:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\nbra waiting;\nfinished:\n}" ::"r"(barrier), "r"(phase) : "memory");
+}
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+      : "memory");
+}
+// The same tile into every block of the cluster that `blocks` names, at the same place in each one's shared
+// memory, and each one's barrier counts the bytes.
+__device__ __forceinline__ void copy_tile_to(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy,
+                                             u16 blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %6, %5;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier),
+      "l"(policy), "h"(blocks)
+      : "memory");
+}
+// Rows of a gate and of the matrix beside it in turns, eight at a time: the map has the dimensions (column, row
+// of eight, which of the two matrices, eight rows), so the copy engine interleaves them on the way.
+__device__ __forceinline__ void copy_pairs(u32 to, const TensorMap* map, int x, int eights, u32 barrier,
+                                           u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %6, %6, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(x), "r"(eights), "r"(barrier),
+      "l"(policy), "r"(0)
+      : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// A shared-memory matrix of 128-byte rows under the 128-byte swizzle: 8 rows are 1024 bytes.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ u16 to_16_bit(float value) {
+  u16 out;
+#if FP16
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+#endif
+  return out;
+}
+__device__ __forceinline__ float from_16_bit(u16 value) {
+#if FP16
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value));
+  return out;
+#else
+  return __uint_as_float((u32)value << 16);
+#endif
+}
+
+// Two neighbours in one word, the first in the low half.
+__device__ __forceinline__ u32 pack_two(float first, float second) {
+  u32 out;
+#if FP16
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(second), "f"(first));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(second), "f"(first));
+#endif
+  return out;
+}
+
+#if GATED
+// The activation of a gated MLP: 1 silu, 2 gelu, 3 gelu by tanh.
+__device__ __forceinline__ float activate(float v) {
+#if GATED == 1
+  return v / (1.f + __expf(-v));
+#elif GATED == 2
+  return 0.5f * v * (1.f + erff(v * 0.70710678f));
+#else
+  return 0.5f * v * (1.f + tanhf(0.79788456f * (v + 0.044715f * v * v * v)));
+#endif
+}
+#endif

@@ -1,0 +1,180 @@
+"""Running the Hopper kernels: what is kept per layer so that a call costs microseconds of host time.
+
+The copy engine reads a matrix through a 128-byte description of it (a "tensor map"). Those of a weight's
+values and positions are made once and stay right as long as address and shape do; that of x is made again
+when x is somewhere else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twofour.kernels import nvrtc
+from twofour.kernels.hopper import ARCHITECTURE, Config, source
+
+_ELEMENT = {torch.float16: 6, torch.bfloat16: 9, torch.uint8: 0}  # CUtensorMapDataType
+_SWIZZLE_128 = 3
+_KEPT_LAUNCHES = 4096  # of one shape: more than any model has layers, few enough to forget a lost model's
+
+
+def linear(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    bias: Tensor | None,
+    config: Config,
+    activation: str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [tokens, k] · Wᵀ + bias, perhaps gated; all contiguous and on one GPU."""
+    n = values.shape[0] // 2 if activation else values.shape[0]
+    launches = _launches(n, x.shape[1], x.dtype, config, x.device.index, activation)
+    out = x.new_empty((x.shape[0], n)) if out is None else out
+    launches.run(x, values, meta, bias, out)
+    return out
+
+
+class Launches:
+    """The launches of one shape under one configuration, by the addresses of the weight's tensors."""
+
+    def __init__(
+        self,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        config: Config,
+        device: int,
+        activation: str | None = None,
+    ) -> None:
+        self.n, self.k, self.dtype, self.config, self.device = n, k, dtype, config, device
+        self.gated = activation is not None
+        if self.gated and not (config.gates and n % 8 == 0):
+            raise ValueError(f"{config} cannot end in a gated activation of {n} features")
+        self.function = nvrtc.load(
+            source(config, dtype, activation), ARCHITECTURE, config.kernel, config.shared_bytes, device
+        )
+        self.threads = 128 * config.warpgroups + 32
+        self.resident = nvrtc.resident_clusters(
+            self.function, self.threads, config.shared_bytes, config.cluster, device
+        )
+        self.by_address: dict[tuple[int, int], _Launch] = {}
+
+    def run(self, x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """The hot path: microseconds of host time count."""
+        key = (values.data_ptr(), meta.data_ptr())
+        launch = self.by_address.get(key)
+        if launch is None:
+            if len(self.by_address) >= _KEPT_LAUNCHES:
+                self.by_address.clear()
+            launch = self.by_address[key] = _Launch(self, *key)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        launch(x.data_ptr(), x.shape[0], out.data_ptr(), 0 if bias is None else bias.data_ptr(), stream)
+
+
+@cache
+def _launches(
+    n: int, k: int, dtype: torch.dtype, config: Config, device: int, activation: str | None
+) -> Launches:
+    return Launches(n, k, dtype, config, device, activation)
+
+
+class _Launch:
+    """One weight under one configuration: everything but x, the output and the stream is set once."""
+
+    def __init__(self, of: Launches, values: int, meta: int) -> None:
+        n, k, dtype, config = of.n, of.k, of.dtype, of.config
+        rows = 64 * config.warpgroups
+        self.lock = threading.Lock()
+        self.memory = ctypes.create_string_buffer(4 * 128)
+        maps = -(-ctypes.addressof(self.memory) // 128) * 128
+        _describe_rows(maps, dtype, values, n, k // 2, k, 64, rows, _SWIZZLE_128, of.gated)
+        _describe_rows(
+            maps + 128, torch.uint8, meta, n, k // 8, k // 8, config.position_bytes, rows, 0, of.gated
+        )
+        self.pointers = (ctypes.c_uint64 * 2)()  # y, bias
+        self.config, self.room, self.resident = config, config.tokens, of.resident
+        self.row_units = config.row_units(2 * n if of.gated else n)
+        # n, tokens, steps, units of rows, tiles of tokens, units of rows that share the cache
+        self.numbers = (ctypes.c_int * 6)(n, 0, -(-k // config.step), self.row_units, 1, config.grouped)
+        at, number = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
+        where = [maps, maps + 128, maps + 256, at, at + 8, *range(number, number + 24, 4)]
+        self.arguments = (ctypes.c_void_p * len(where))(*where)
+        self.describe_x = _x_describer(maps + 256, dtype, k, config.x_box)
+        self.run = nvrtc.launcher(of.function, of.threads, config.shared_bytes, self.arguments)
+
+    def __call__(self, x: int, tokens: int, out: int, bias: int, stream: int) -> None:
+        tiles = -(-tokens // self.room)
+        with self.lock:  # the driver copies the arguments before it returns
+            self.describe_x(x, tokens)
+            pointers, numbers = self.pointers, self.numbers
+            pointers[0], pointers[1] = out, bias
+            numbers[1], numbers[4] = tokens, tiles
+            self.run(self.config.blocks(self.row_units, tiles, self.resident), stream)
+
+
+def _x_describer(at: int, dtype: torch.dtype, k: int, box_tokens: int) -> Any:
+    """A call (address, tokens) that describes x at `at`, with all that does not change made once."""
+    encode = nvrtc.driver().cuTensorMapEncodeTiled
+    sizes, pitch = (ctypes.c_uint64 * 2)(k, 0), (ctypes.c_uint64 * 1)(2 * k)
+    box, ones = (ctypes.c_uint32 * 2)(64, box_tokens), (ctypes.c_uint32 * 2)(1, 1)
+    target, address_of_x, last = ctypes.c_void_p(at), ctypes.c_void_p(), (0, 0)
+    element, swizzle = _ELEMENT[dtype], _SWIZZLE_128
+
+    def describe_x(address: int, tokens: int) -> None:
+        nonlocal last
+        if last == (address, tokens):
+            return
+        last = (address, tokens)
+        sizes[1] = tokens
+        address_of_x.value = address
+        status = encode(target, element, 2, address_of_x, sizes, pitch, box, ones, 0, swizzle, 2, 0)
+        if status:
+            nvrtc.check(status, "cuTensorMapEncodeTiled")
+
+    return describe_x
+
+
+def _describe_rows(
+    at: int,
+    dtype: torch.dtype,
+    address: int,
+    n: int,
+    columns: int,
+    pitch: int,
+    box_columns: int,
+    box_rows: int,
+    swizzle: int,
+    gated: bool,
+) -> None:
+    """Describe a row-major matrix of `pitch` bytes a row at `at`, for copies of box_rows × box_columns.
+
+    A gated one has 2n rows, and a copy takes eight of the first n and eight of the others in turns: the
+    dimensions, fastest first, are the column, the row within eight, which half, and which eight.
+    """
+    if gated:
+        sizes, strides = (columns, 8, 2, n // 8), (pitch, n * pitch, 8 * pitch)
+        box: tuple[int, ...] = (box_columns, 8, 2, box_rows // 16)
+    else:
+        sizes, strides, box = (columns, n), (pitch,), (box_columns, box_rows)  # type: ignore[assignment]
+    rank = len(sizes)
+    status = nvrtc.driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at),
+        _ELEMENT[dtype],
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,
+        swizzle,
+        2,  # 128-byte promotion in L2
+        0,  # zeros beyond the edges
+    )
+    nvrtc.check(status, "cuTensorMapEncodeTiled")

@@ -1,0 +1,329 @@
+"""Fewer, larger products: layers that get the same input become one, and a gated MLP's activation its end.
+
+    fuse_(model)      q, k and v become one product; gate, up and the activation between them one kernel
+    unfuse_(model)    as it was
+
+The rows of packed matrices simply concatenate, so nothing is repacked and no memory is added. What belongs
+together is seen in one run over an example, not known by name: layers of one module that were given the very
+same tensor are fused, and a module with three packed layers is taken for a gated MLP if
+`down(activate(gate(x)) * up(x))` gives what the module itself gives.
+
+A fused model computes the same and keeps its state dict: names and tensors are those of the separate layers,
+so `save_pretrained` writes what it wrote before. To load other weights into it, or to give layers adapters,
+unfuse it first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twofour import kernels, ops
+from twofour.errors import InputError
+from twofour.kernels.reference import ACTIVATIONS
+from twofour.kernels.reference import gate as gate_reference
+from twofour.nn.modules import SparseLinear, watched
+from twofour.packed import Packed24
+
+#: How far a fused MLP may be from the module it replaces, relative. A wrong guess is off by about 1.
+TOLERANCE = 0.05
+
+
+@torch.no_grad()
+def fuse_(model: nn.Module, example: Any = None) -> int:
+    """Fuse what can be fused, in place, for inference; how many layers were taken together.
+
+    `example` is what the model is called with once, to see which layers share an input: a tensor, a tuple of
+    arguments or a dictionary of named ones. A transformers model needs none.
+    """
+    before = len(_separate(model))
+    seen = _inputs(model, example)
+    for path, module in list(model.named_modules()):
+        fused = _as_gated_mlp(module, seen)
+        if fused is not None:
+            model.set_submodule(path, fused.train(module.training))
+    for module in list(model.modules()):
+        if not isinstance(module, GatedMLP):
+            _share_inputs(module, seen)
+    return before - len(_separate(model))
+
+
+def unfuse_(model: nn.Module) -> nn.Module:
+    """Undo `fuse_`."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, GatedMLP):
+            model.set_submodule(path, module.separate())
+        elif isinstance(module, SharedInput):
+            parent = model.get_submodule(path.rpartition(".")[0])
+            for name, layer in zip(module.names, module.split(), strict=True):
+                setattr(parent, name, layer)
+            delattr(parent, path.rpartition(".")[2])
+    return model
+
+
+class FusedLinear(SparseLinear):
+    """Several packed layers as one, their rows below each other."""
+
+    def __init__(self, layers: dict[str, SparseLinear]) -> None:
+        parts = list(layers.values())
+        first = parts[0]
+        rows = sum(part.out_features for part in parts)
+        has_bias = any(part.bias is not None for part in parts)
+        name = " + ".join(part.layer.name for part in parts)
+        super().__init__(first.in_features, rows, has_bias, name=name, memory=first.memory, device="meta")
+        self.names = list(layers)
+        self.sizes = [part.out_features for part in parts]
+        self.layer_names = [part.layer.name for part in parts]
+        scales = [part.weight_scale for part in parts]
+        packed = Packed24(
+            torch.cat([part.weight_values.detach() for part in parts]),
+            torch.cat([part.weight_meta.detach() for part in parts]),
+            first.in_features,
+            None if first.weight_scale is None else torch.cat([s.detach() for s in scales if s is not None]),
+        )
+        bias = None
+        if has_bias:
+            zeros = [packed.values.new_zeros(part.out_features) for part in parts]
+            bias = torch.cat([z if p.bias is None else p.bias for z, p in zip(zeros, parts, strict=True)])
+        self._has_bias = [part.bias is not None for part in parts]
+        self._set_packed(packed, bias)
+        self.requires_grad_(False)
+        self.register_state_dict_post_hook(_separate_keys)
+
+    def split(self) -> list[SparseLinear]:
+        """The layers that this one was made of."""
+        made = []
+        for i, (start, stop) in enumerate(self.ranges):
+            layer = SparseLinear(
+                self.in_features,
+                stop - start,
+                self._has_bias[i],
+                name=self.layer_names[i],
+                memory=self.memory,
+                device="meta",
+            )
+            scale = None if self.weight_scale is None else self.weight_scale[start:stop].clone()
+            values, meta = self.weight_values[start:stop].clone(), self.weight_meta[start:stop].clone()
+            bias = self.bias[start:stop].detach() if self.bias is not None and self._has_bias[i] else None
+            layer._set_packed(Packed24(values, meta, self.in_features, scale), bias)
+            made.append(layer.train(self.training))
+        return made
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        ends = list(itertools.accumulate(self.sizes))
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise InputError(
+            "a fused model cannot load other weights.",
+            layer=self.layer.name,
+            hint="Call twofour.unfuse_(model) first.",
+        )
+
+
+def _separate_keys(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A fused layer's tensors under the names that the separate layers had."""
+    assert isinstance(module, FusedLinear)
+    beside = prefix[: prefix.rstrip(".").rfind(".") + 1]
+    for key in ("weight_values", "weight_meta", "weight_scale", "bias"):
+        whole = state.pop(prefix + key, None)
+        if whole is None:
+            continue
+        for i, (name, (start, stop)) in enumerate(zip(module.names, module.ranges, strict=True)):
+            if key != "bias" or module._has_bias[i]:
+                state[f"{beside}{name}.{key}"] = whole[start:stop]
+
+
+class SharedInput(FusedLinear):
+    """Layers that are called one after another with the same x: the first call computes them all."""
+
+    def __init__(self, layers: dict[str, SparseLinear]) -> None:
+        super().__init__(layers)
+        self._kept: tuple[Tensor, tuple[Tensor, ...], list[bool]] | None = None
+
+    def part(self, x: Tensor, number: int) -> Tensor:
+        kept = self._kept
+        if kept is None or kept[0] is not x or not kept[2][number]:
+            kept = (x, self(x).split(self.sizes, dim=-1), [True] * len(self.sizes))
+        kept[2][number] = False
+        # Once all have had theirs, x and the outputs are the caller's alone.
+        self._kept = kept if any(kept[2]) else None
+        return kept[1][number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}  # outputs of a call that is not finished are no part of it
+
+
+class Part(nn.Module):
+    """In the place of one of the layers that a `SharedInput` computes."""
+
+    def __init__(self, of: SharedInput, number: int) -> None:
+        super().__init__()
+        self._of = (of,)  # in a tuple it is no child of this module: it is already one of the parent
+        self.number = number
+        self.in_features, self.out_features = of.in_features, of.sizes[number]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._of[0].part(x, self.number)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, to read."""
+        start, stop = self._of[0].ranges[self.number]
+        return self._of[0].weight[start:stop]
+
+    @property
+    def bias(self) -> Tensor | None:
+        of = self._of[0]
+        start, stop = of.ranges[self.number]
+        return of.bias[start:stop] if of.bias is not None and of._has_bias[self.number] else None
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, fused"
+
+
+class GatedMLP(nn.Module):
+    """down(activate(gate(x)) * up(x)), all but down in one product."""
+
+    def __init__(self, original: nn.Module, gate: str, up: str, down: str, activation: str) -> None:
+        super().__init__()
+        layers = {name: original.get_submodule(name) for name in (gate, up)}
+        assert all(isinstance(layer, SparseLinear) for layer in layers.values())
+        self.fused = FusedLinear(layers)  # type: ignore[arg-type]
+        self.down_name, self.activation = down, activation
+        self.add_module(down, original.get_submodule(down))
+        self._original = (original,)
+        for name in layers:
+            setattr(original, name, None)  # its packed tensors are in `fused` now
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = gated(self.fused, x, self.activation)
+        out: Tensor = self.get_submodule(self.down_name)(hidden)
+        return out
+
+    def separate(self) -> nn.Module:
+        original = self._original[0]
+        for name, layer in zip(self.fused.names, self.fused.split(), strict=True):
+            setattr(original, name, layer)
+        setattr(original, self.down_name, self.get_submodule(self.down_name))
+        return original.train(self.training)
+
+
+def gated(layer: SparseLinear, x: Tensor, activation: str) -> Tensor:
+    """activate(first half of the layer's features) * second half, in one kernel where there is one."""
+    x = layer._input(x)
+    if layer.dense_weight is not None or (torch.is_grad_enabled() and x.requires_grad):
+        return gate_reference(layer(x), activation)
+    packed = (layer.weight_values, layer.weight_meta, layer.weight_scale, layer.bias)
+    arguments = (x, *packed, layer.in_features, activation, layer.compressed_weight)
+    if x.is_cuda and type(x) is Tensor and not watched():
+        return kernels.dispatch.gated_linear(*arguments)
+    return ops.gated_linear(*arguments)
+
+
+def _separate(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, SparseLinear)]
+
+
+def _inputs(model: nn.Module, example: Any) -> dict[nn.Module, Tensor]:
+    """What every module that holds packed layers, and every packed layer, was given in one run."""
+    seen: dict[nn.Module, Tensor] = {}
+
+    def see(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = [v for v in (*args, *named.values()) if isinstance(v, Tensor)]
+        if given:
+            seen[module] = given[0]
+
+    hooks = [
+        module.register_forward_pre_hook(see, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, SparseLinear)
+        or any(isinstance(child, SparseLinear) for child in module.children())
+    ]
+    try:
+        _call(model, example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _call(model: nn.Module, example: Any) -> None:
+    if example is None:
+        dummy: Any = getattr(model, "dummy_inputs", None)
+        if dummy is None:
+            raise InputError(
+                "which layers share an input is seen in one run over an example.",
+                hint="Give fuse_ a second argument to call the model with.",
+            )
+        device = next(model.parameters()).device
+        example = {"input_ids": dummy["input_ids"].to(device)}
+    was_training = model.training
+    model.eval()
+    try:
+        if isinstance(example, dict):
+            model(**example)
+        else:
+            model(*(example if isinstance(example, tuple) else (example,)))
+    finally:
+        model.train(was_training)
+
+
+def _as_gated_mlp(module: nn.Module, seen: dict[nn.Module, Tensor]) -> GatedMLP | None:
+    """The module fused, if it is a gated MLP and nothing else."""
+    layers = {name: child for name, child in module.named_children() if isinstance(child, SparseLinear)}
+    x = seen.get(module)
+    if len(layers) != 3 or x is None or isinstance(module, GatedMLP):
+        return None
+    wanted: Any = None
+    for gate, up, down in itertools.permutations(layers):
+        a, b, c = layers[gate], layers[up], layers[down]
+        if a.layer.shape != b.layer.shape or c.in_features != a.out_features or not _alike([a, b]):
+            continue
+        if seen.get(a) is not x or seen.get(b) is not x:
+            continue
+        if wanted is None:
+            wanted = module(x)
+        if not isinstance(wanted, Tensor):
+            return None
+        for activation, function in ACTIVATIONS.items():
+            if _close(c(function(a(x)) * b(x)), wanted):
+                return GatedMLP(module, gate, up, down, activation)
+    return None
+
+
+def _close(got: Tensor, wanted: Tensor) -> bool:
+    if got.shape != wanted.shape:
+        return False
+    error = (got.float() - wanted.float()).norm()
+    return bool(error <= TOLERANCE * wanted.float().norm()) and bool(wanted.any())
+
+
+def _share_inputs(parent: nn.Module, seen: dict[nn.Module, Tensor]) -> None:
+    """Fuse the packed layers right below a module that were given the same tensor."""
+    children = [(n, c) for n, c in parent.named_children() if isinstance(c, SparseLinear) and c in seen]
+    for number, x in enumerate(dict.fromkeys(seen[child] for _, child in children)):
+        layers = {name: child for name, child in children if seen[child] is x}
+        if len(layers) < 2 or not _alike(list(layers.values())):
+            continue
+        fused = SharedInput(layers)
+        for part, name in enumerate(layers):
+            setattr(parent, name, Part(fused, part))
+        parent.add_module(f"fused_{number}", fused.train(parent.training))
+
+
+def _alike(layers: list[SparseLinear]) -> bool:
+    """Whether the layers' tensors can be put below each other."""
+    first = layers[0]
+    return type(first) is SparseLinear and all(
+        type(other) is SparseLinear
+        and other.in_features == first.in_features
+        and other.weight_values.dtype == first.weight_values.dtype
+        and other.weight_values.device == first.weight_values.device
+        and (other.weight_scale is None) == (first.weight_scale is None)
+        for other in layers
+    )
