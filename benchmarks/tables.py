@@ -45,8 +45,8 @@ def end_to_end() -> str:
     ]
     for key in dict.fromkeys(key[:4] for key in cells):
         what, batch, mode, attention = key
-        dense, fused = cells[*key, "dense"], cells[*key, "fused"]
-        ratios = [cells[*key, form]["times_dense"] for form in FORMS]
+        dense, fused = cells[(*key, "dense")], cells[(*key, "fused")]
+        ratios = [cells[(*key, form)]["times_dense"] for form in FORMS]
         shown = [f"{ratio:.2f}×" if ratio else "fails" for ratio in ratios]
         peak = f"{dense['peak_bytes'] / 1e9:.1f} and {fused['peak_bytes'] / 1e9:.1f} GB"
         start = f"| {what}, batch {batch}, {mode} | {attention} | {dense['ms']['p50']:.2f} | "
