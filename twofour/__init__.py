@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from twofour.nn.fuse import fuse_ as fuse_
     from twofour.nn.fuse import unfuse_ as unfuse_
     from twofour.prune.model import prune_ as prune_
+    from twofour.recover.masks import hold_masks as hold_masks
 
 _HOME = {
     "check": "twofour.io.check",
     "fuse_": "twofour.nn.fuse",
+    "hold_masks": "twofour.recover.masks",
     "load": "twofour.io.load",
     "pack_": "twofour.io.pack",
     "prune_": "twofour.prune.model",
@@ -46,6 +48,7 @@ __all__ = [
     "__version__",
     "check",
     "fuse_",
+    "hold_masks",
     "load",
     "pack_",
     "prune_",
