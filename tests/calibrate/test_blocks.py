@@ -48,7 +48,7 @@ def test_statistics_are_those_of_the_whole_model(model, batch):
     layers = select(model).layers
     expected = inputs_of(model, [layer.name for layer in layers])
     seen = {}
-    run_blocks(model, layers, WINDOWS, lambda _, grams: seen.update(grams), batch=batch)
+    run_blocks(model, layers, WINDOWS, lambda block: seen.update(block.grams), batch=batch)
     assert set(seen) == set(layers)
     for layer, gram in seen.items():
         x = expected[layer.name]
@@ -56,10 +56,22 @@ def test_statistics_are_those_of_the_whole_model(model, batch):
         torch.testing.assert_close(gram.mean, x.t() @ x / len(x), rtol=1e-4, atol=1e-5)
 
 
+def test_what_is_derived_from_a_gram_is_made_once():
+    gram = Gram(4)
+    gram.add(torch.eye(4))
+    made = []
+    for key in ("a", "a", "b"):
+        gram.derived(key, lambda key=key: made.append(key))
+    assert made == ["a", "b"]
+    gram.add(torch.eye(4))
+    gram.derived("a", lambda: made.append("again"))
+    assert made[-1] == "again"
+
+
 def test_layers_with_one_input_share_one_matrix(model):
     layers = {layer.name: layer for layer in select(model).layers}
     seen = {}
-    run_blocks(model, list(layers.values()), WINDOWS, lambda _, grams: seen.update(grams))
+    run_blocks(model, list(layers.values()), WINDOWS, lambda block: seen.update(block.grams))
     first = "model.layers.0."
     of = {name: seen[layer] for name, layer in layers.items() if name.startswith(first)}
     assert of[f"{first}self_attn.q_proj"] is of[f"{first}self_attn.v_proj"]
@@ -71,10 +83,10 @@ def test_the_second_block_sees_what_the_changed_first_one_gives(model):
     layers = select(model).layers
     seen = {}
 
-    def change(number, grams):
-        seen[number] = {layer.name: gram.mean.clone() for layer, gram in grams.items()}
-        if number == 0:
-            for layer in grams:
+    def change(block):
+        seen[block.number] = {layer.name: gram.mean.clone() for layer, gram in block.grams.items()}
+        if block.number == 0:
+            for layer in block.layers:
                 model.get_parameter(f"{layer.name}.weight").mul_(0.5)
 
     run_blocks(model, layers, WINDOWS, change)
@@ -85,9 +97,76 @@ def test_the_second_block_sees_what_the_changed_first_one_gives(model):
 
 def test_finished_blocks_are_only_passed_through(model):
     layers = select(model).layers
-    numbers = []
-    run_blocks(model, layers, WINDOWS, lambda number, _: numbers.append(number), finished=1)
+    numbers, restored = [], []
+    run_blocks(
+        *(model, layers, WINDOWS, lambda block: numbers.append(block.number)),
+        finished=1,
+        restore=restored.append,
+    )
     assert numbers == [1]
+    assert restored == [0]
+
+
+def test_targets_are_the_states_of_the_dense_model(model):
+    """Also behind a block that was changed, or restored: the dense model is looked at first."""
+    layers = select(model).layers
+
+    def spoil(_):
+        for parameter in model.model.layers[0].parameters():
+            parameter.mul_(0.5)
+
+    for finished in (0, 1):
+        found = {}
+
+        def change(block, found=found):
+            found[block.number] = torch.cat(block.targets)
+            if block.number == 0:
+                spoil(block)
+
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            states = model(WINDOWS, output_hidden_states=True).hidden_states
+        run_blocks(model, layers, WINDOWS, change, follow=1.0, finished=finished, restore=spoil)
+        # The last of hidden_states is normalised, the targets are not.
+        torch.testing.assert_close(model.model.norm(found[1]), states[2], rtol=1e-4, atol=1e-5)
+        if not finished:
+            torch.testing.assert_close(found[0], states[1], rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])
+
+
+def test_targets_lie_between_the_block_and_the_model(model):
+    layers = select(model).layers
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = {}
+    for follow in (None, 0.0, 0.25, 1.0):
+
+        def change(block, follow=follow):
+            found[follow, block.number] = block.targets
+            for layer in block.layers:
+                model.get_parameter(f"{layer.name}.weight").mul_(0.5)
+
+        run_blocks(model, layers, WINDOWS, change, follow=follow)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])
+    assert found[None, 1] == []
+    for of_block, mixed, of_model in zip(found[0.0, 1], found[0.25, 1], found[1.0, 1], strict=True):
+        assert not torch.allclose(of_block, of_model)
+        torch.testing.assert_close(mixed, 0.75 * of_block + 0.25 * of_model)
+    for of_block, of_model in zip(found[0.0, 0], found[1.0, 0], strict=True):
+        assert torch.equal(of_block, of_model)  # nothing is lost before the first block
+
+
+def test_modes_and_places_are_as_before(model):
+    model.train()
+    model.model.layers[0].mlp.eval()
+    modes = [module.training for module in model.modules()]
+    seen = []
+    run_blocks(model, select(model).layers, WINDOWS, lambda block: seen.append(block.module.training))
+    assert seen == [False, False]
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_blocks_are_found_without_knowing_the_model(model):

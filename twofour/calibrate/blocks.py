@@ -7,6 +7,11 @@ pruned on what the pruned layers before it really give. Only one block has to be
 between blocks stay on the CPU. Layers that get the very same input (q, k and v; gate and up) share one Gram
 matrix.
 
+A caller that tunes a block needs to know what it should give, and there are two answers: what the dense
+block gives for the inputs that it now gets, or what the dense model has at this depth, with everything that
+was lost so far repaired. For the second, another set of states goes along through the blocks as they were
+before the change. `follow` is how much of the second is in the targets.
+
 Nothing here knows a model by name: the blocks are the longest list of modules that the chosen layers are
 in, and whatever else the model passes to a block (masks, positions) is caught with the states and passed
 on.
@@ -21,13 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twofour.calibrate import parallel
+from twofour.calibrate.layerwise import evaluating
 from twofour.calibrate.statistics import Gram
 from twofour.errors import InputError
 from twofour.progress import OnProgress, silent
 from twofour.select import Layer
-
-#: Called for each block with its number and the statistics of each layer's input; changes the weights.
-Change = Callable[[int, dict[Layer, Gram]], None]
 
 
 class _Caught(Exception):
@@ -35,12 +39,43 @@ class _Caught(Exception):
 
 
 @dataclass
-class _Call:
+class Call:
     """One batch on its way through the blocks: the states, and what else a block is called with."""
 
     states: Tensor
     rest: tuple[Any, ...]
     named: dict[str, Any]
+
+    def through(
+        self, block: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """What the block gives for it. With `dtype`, all that is floating point is converted first."""
+        states, rest, named = _to((self.states, self.rest, self.named), device, dtype)
+        out = block(states, *rest, **named)
+        return out if isinstance(out, Tensor) else out[0]
+
+
+@dataclass
+class Block:
+    """A block whose turn it is.
+
+    `grams` are the statistics of its layers' inputs, `calls` what it is called with, both after the change
+    of all blocks before it; a Gram matrix that is taken out is freed. `targets`, where asked for, are what
+    it should give, call by call.
+    """
+
+    number: int
+    name: str
+    module: nn.Module
+    layers: list[Layer]
+    grams: dict[Layer, Gram]
+    calls: list[Call]
+    targets: list[Tensor]
+    device: torch.device
+
+
+#: Called for each block that has chosen layers; changes its weights.
+Change = Callable[[Block], object]
 
 
 def find_blocks(model: nn.Module, layers: Sequence[Layer]) -> tuple[str, nn.ModuleList]:
@@ -69,12 +104,16 @@ def run_blocks(
     *,
     device: torch.device | str = "cpu",
     batch: int = 4,
+    follow: float | None = None,
     finished: int = 0,
+    restore: Callable[[int], None] | None = None,
     on_progress: OnProgress = silent,
 ) -> None:
     """Pass the windows [samples, length] through the model, changing block after block.
 
-    The first `finished` blocks were changed in an earlier run: they are only passed through.
+    The first `finished` blocks were changed in an earlier run: `restore` puts the new weights of one back,
+    after what the old ones give was seen, and the windows only pass through. Blocks get targets if there is
+    a `follow`, from 0 (the block) to 1 (the model).
     """
     name, blocks = find_blocks(model, layers)
     outside = [layer.name for layer in layers if not layer.name.startswith(f"{name}.")]
@@ -84,31 +123,52 @@ def run_blocks(
             layer=outside[0],
             hint="Leave them out with --exclude.",
         )
-    calls = _catch(model, blocks[0], windows, batch)
-    for number, block in enumerate(blocks):
-        prefix = f"{name}.{number}."
-        own = [layer for layer in layers if layer.name.startswith(prefix)]
-        block.to(device)
-        if own and number >= finished:
-            grams = _observe(block, own, prefix, calls, device)
-            change(number, grams)
-        if number + 1 < len(blocks):
-            for call in calls:
-                call.states = _forward(block, call, device).cpu()
-        block.to("cpu")
-        on_progress(number + 1, len(blocks), f"block {number}")
+    device = torch.device(device)
+    with evaluating(model):
+        calls = _catch(model, blocks[0], parallel.share_of(windows), batch)
+        dense = [call.states for call in calls] if follow else []
+        for number, block in enumerate(blocks):
+            prefix = f"{name}.{number}."
+            own = [layer for layer in layers if layer.name.startswith(prefix)]
+            home = next((parameter.device for parameter in block.parameters()), device)
+            block.to(device)
+            todo = bool(own) and number >= finished
+            targets: list[Tensor] = []
+            grams: dict[Layer, Gram] = {}
+            if todo:
+                of_block = targets if follow is not None and follow < 1 else None
+                grams = _observe(block, own, prefix, calls, device, of_block)
+            if follow:
+                for i, call in enumerate(calls):
+                    dense[i] = Call(dense[i], call.rest, call.named).through(block, device).cpu()
+                if follow == 1:
+                    targets = list(dense)
+                else:
+                    for target, of_model in zip(targets, dense, strict=False):  # there may be none
+                        target.lerp_(of_model, follow)
+            if number < finished:
+                if restore is not None:
+                    restore(number)
+            elif todo:
+                change(Block(number, prefix[:-1], block, own, grams, calls, targets, device))
+                del grams  # gigabytes, in a large model
+            if number + 1 < len(blocks):
+                for call in calls:
+                    call.states = call.through(block, device).cpu()
+            block.to(home)
+            on_progress(number + 1, len(blocks), f"block {number}")
 
 
-def _catch(model: nn.Module, first: nn.Module, windows: Tensor, batch: int) -> list[_Call]:
+def _catch(model: nn.Module, first: nn.Module, windows: Tensor, batch: int) -> list[Call]:
     """What the first block is called with, batch by batch."""
-    calls: list[_Call] = []
+    calls: list[Call] = []
 
     def catch(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if args:
-            calls.append(_Call(args[0], args[1:], dict(named)))
+            calls.append(Call(args[0].cpu(), args[1:], dict(named)))
         else:
             rest = {key: value for key, value in named.items() if key != "hidden_states"}
-            calls.append(_Call(named["hidden_states"], (), rest))
+            calls.append(Call(named["hidden_states"].cpu(), (), rest))
         raise _Caught
 
     hook = first.register_forward_pre_hook(catch, with_kwargs=True)
@@ -124,9 +184,18 @@ def _catch(model: nn.Module, first: nn.Module, windows: Tensor, batch: int) -> l
 
 
 def _observe(
-    block: nn.Module, layers: list[Layer], prefix: str, calls: list[_Call], device: torch.device | str
+    block: nn.Module,
+    layers: list[Layer],
+    prefix: str,
+    calls: list[Call],
+    device: torch.device,
+    outputs: list[Tensor] | None = None,
 ) -> dict[Layer, Gram]:
-    """One pass over all windows: the statistics of every layer's input, shared where the input is."""
+    """One pass over all windows: the statistics of every layer's input, shared where the input is.
+
+    A layer that no token reached (an expert) gets a Gram matrix of zeros: methods then go by the weights.
+    What the block gives is added to `outputs`, if there is such a list.
+    """
     seen: list[tuple[Layer, Tensor]] = []
     owner: dict[Layer, Layer] = {}
     grams: dict[Layer, Gram] = {}
@@ -137,35 +206,34 @@ def _observe(
     try:
         for call in calls:
             seen.clear()
-            _forward(block, call, device)
-            if not owner:  # the same tensor, not merely equal ones: known after the first batch
-                for layer, x in seen:
-                    owner[layer] = next(other for other, its in seen if its is x)
-                grams = {layer: Gram(layer.shape[1], device) for layer in dict.fromkeys(owner.values())}
+            out = call.through(block, device)
+            if outputs is not None:
+                outputs.append(out.cpu())
             for layer, x in seen:
+                if layer not in owner:  # the same tensor, not merely equal ones
+                    owner[layer] = next(other for other, its in seen if its is x)
                 if owner[layer] is layer:
-                    grams[layer].add(x)
+                    grams.setdefault(layer, Gram(layer.shape[1], device)).add(x)
     finally:
         for hook in hooks:
             hook.remove()
-    missing = [layer.name for layer in layers if layer not in owner]
-    if missing:
-        raise InputError("no calibration token reached this layer.", layer=missing[0], hint="Leave it out.")
+    for others in parallel.of_all(owner):  # another process may have seen an expert that this one has not
+        owner = {**others, **owner}
+    for layer in layers:
+        own = owner.setdefault(layer, layer)
+        grams.setdefault(own, Gram(own.shape[1], device))
+    for layer in layers:  # in the same order in every process
+        if owner[layer] is layer or owner[layer] == layer:
+            grams[layer].share()
     return {layer: grams[owner[layer]] for layer in layers}
 
 
-def _forward(block: nn.Module, call: _Call, device: torch.device | str) -> Tensor:
-    moved = _to((call.states, call.rest, call.named), device)
-    out = block(moved[0], *moved[1], **moved[2])
-    return out if isinstance(out, Tensor) else out[0]
-
-
-def _to(thing: Any, device: torch.device | str) -> Any:
-    """Tensors inside tuples, lists and dictionaries moved to a device."""
+def _to(thing: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
+    """Tensors inside tuples, lists and dictionaries moved to a device; floating-point ones to a dtype."""
     if isinstance(thing, Tensor):
-        return thing.to(device)
+        return thing.to(device, dtype if thing.is_floating_point() else None)
     if isinstance(thing, tuple | list):
-        return type(thing)(_to(part, device) for part in thing)
+        return type(thing)(_to(part, device, dtype) for part in thing)
     if isinstance(thing, dict):
-        return {key: _to(value, device) for key, value in thing.items()}
+        return {key: _to(value, device, dtype) for key, value in thing.items()}
     return thing

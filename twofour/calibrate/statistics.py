@@ -7,8 +7,15 @@ the input channels, which is all that Wanda and RIA need.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
+
+from twofour.calibrate import parallel
+
+Derived = TypeVar("Derived")
 
 
 class Gram:
@@ -17,6 +24,7 @@ class Gram:
     def __init__(self, columns: int, device: torch.device | str = "cpu") -> None:
         self.mean = torch.zeros(columns, columns, dtype=torch.float32, device=device)
         self.tokens = 0
+        self._derived: dict[Hashable, Any] = {}
 
     def add(self, x: Tensor) -> None:
         """Count inputs [..., columns] in."""
@@ -27,6 +35,26 @@ class Gram:
         # mean ← mean·(old/total) + xᵀx/total, in place: the matrix may be a gigabyte.
         self.mean.addmm_(flat.t(), flat, beta=self.tokens / total, alpha=1 / total)
         self.tokens = total
+        self._derived.clear()
+
+    def share(self) -> None:
+        """Count in what the other processes have seen, if there are any."""
+        if not parallel.active():
+            return
+        seen = parallel.sum_(torch.tensor(self.tokens))
+        self.mean.mul_(self.tokens / max(int(seen), 1))
+        parallel.sum_(self.mean)
+        self.tokens = int(seen)
+        self._derived.clear()
+
+    def derived(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
+        """What a method makes of the matrix (a factor, an inverse), made once for all layers that share it.
+
+        It is kept as long as this object: q, k and v, or gate and up, are then one factorisation.
+        """
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
 
     @property
     def channel_norms(self) -> Tensor:

@@ -18,6 +18,7 @@ from twofour.cli.output import (
     quiet_libraries,
     say,
 )
+from twofour.progress import silent
 
 EXAMPLE = "Example: [bold]twofour prune ./Llama-3-8B ./Llama-3-8B-24[/]"
 
@@ -30,38 +31,62 @@ def command(
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make.", show_default=False)],
-    method: Annotated[str, typer.Option(help="magnitude, wanda, ria, sparsegpt or admm.")] = "magnitude",
-    calib: Annotated[Path | None, typer.Option(help="Calibration text: plain, or .jsonl.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="magnitude, wanda, ria, sparsegpt, admm or best. Default: best with text, else magnitude.",
+            show_default=False,
+        ),
+    ] = None,
+    calib: Annotated[
+        Path | None, typer.Option(help="Calibration text: plain or .jsonl; self: the model writes it.")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 128,
     seqlen: Annotated[
         int | None, typer.Option(help="Tokens a window. Default: the model's, at most 2048.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Which windows are taken.")] = 0,
+    lowrank: Annotated[
+        int, typer.Option(min=0, help="Rank of a correction kept beside each weight; 0: none.")
+    ] = 0,
     include: Include = None,
     exclude: Exclude = None,
     resume: Resume = False,
     json: Json = False,
 ) -> None:
     """Keep at most two of every four neighbouring weights of each eligible layer."""
+    from twofour.calibrate import parallel
     from twofour.io.prune import prune_checkpoint
 
     quiet_libraries()
-    with progress("pruning") as on_progress:
+    with parallel.group_of_torchrun(), progress("pruning") as on_progress:
+        first = parallel.is_first()
         step = prune_checkpoint(
             *(model, out, method, include or (), exclude or ()),
             calib=calib,
             samples=samples,
             seqlen=seqlen,
             seed=seed,
+            lowrank=lowrank,
             resume=resume,
-            on_progress=on_progress,
+            on_progress=on_progress if first else silent,
         )
+    if not first:
+        return
     errors = [layer["relative_error"] for layer in step["layers"].values()]
     if json:
         print_json({"verb": "prune", "out": str(out), **{k: v for k, v in step.items() if k != "verb"}})
         return
-    say(f"Pruned {len(errors)} layers to 2:4 by {method}: {out}")
+    say(f"Pruned {len(errors)} layers to 2:4 by {step['options']['method']}: {out}")
     say(f"Weight lost, as a share of each layer's norm: {min(errors):.3f} to {max(errors):.3f}.")
+    if blocks := step.get("blocks"):
+        before, after = (
+            sum(block[key] for block in blocks.values()) / len(blocks)
+            for key in ("error_before", "error_after")
+        )
+        say(f"Output error of the blocks on held-out text: {before:.3f} pruned, {after:.3f} tuned (mean).")
+        if back := sum(not block["kept"] for block in blocks.values()):
+            say(f"{back} of {len(blocks)} blocks keep their untuned weights: there the tuning did not help.")
     left = sorted({f"{alike(name)} ({reason})" for name, reason in step["left"].items()})
     say("Left alone: " + ("; ".join(left) or "nothing") + ".")
     say(f"Next: [bold]twofour pack {out} {out}-packed[/]")

@@ -24,12 +24,16 @@ from twofour.errors import InputError
 from twofour.version import __version__
 
 METHOD = "twofour"
-FORMAT_VERSION = 1
+#: 2 came with low-rank compensation; without it a checkpoint is still written as 1, for older readers.
+FORMAT_VERSION = 2
 SENTENCE = "this is a packed 2:4 checkpoint; `pip install twofour`, and `import twofour` before loading it"
 
 
 def packed_config(
-    config: dict[str, Any], modules: dict[str, tuple[int, ...]], made: list[str]
+    config: dict[str, Any],
+    modules: dict[str, tuple[int, ...]],
+    made: list[str],
+    lowrank: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """A model's config.json with our part added. Modules are named as their tensors are in the files."""
     return {
@@ -37,14 +41,21 @@ def packed_config(
         "transformers_weights": SENTENCE,
         "quantization_config": {
             "quant_method": METHOD,
-            "format_version": FORMAT_VERSION,
+            "format_version": format_version(lowrank),
             "pattern": "2:4",
             "scheme": None,
             "modules": {name: list(shape) for name, shape in modules.items()},
+            **({"lowrank": lowrank} if lowrank else {}),
             "made": made,
             "twofour_version": __version__,
         },
     }
+
+
+def format_version(lowrank: dict[str, int] | None) -> int:
+    """The oldest version whose readers understand it: one that ignored the compensation would load a worse
+    model without a word."""
+    return 2 if lowrank else 1
 
 
 def is_packed(config: dict[str, Any]) -> bool:
@@ -72,6 +83,19 @@ def packed_modules(quantization_config: dict[str, Any]) -> dict[str, tuple[int, 
     if not isinstance(modules, dict) or not all(_is_shape(shape) for shape in modules.values()):
         raise InputError("quantization_config.modules must map module names to [out, in] or [O, C, R, S].")
     return {name: tuple(shape) for name, shape in modules.items()}
+
+
+def lowrank_ranks(quantization_config: dict[str, Any]) -> dict[str, int]:
+    """The rank of each packed module's compensation, for those that have one."""
+    ranks = quantization_config.get("lowrank") or {}
+    modules = quantization_config.get("modules") or {}
+    if not isinstance(ranks, dict) or not all(isinstance(r, int) and r > 0 for r in ranks.values()):
+        raise InputError("quantization_config.lowrank must map module names to ranks.")
+    if unknown := [name for name in ranks if name not in modules]:
+        raise InputError(
+            "the config gives it a low-rank compensation but does not pack it.", layer=unknown[0]
+        )
+    return ranks
 
 
 def stub(modules: Iterable[str]) -> dict[str, Tensor]:

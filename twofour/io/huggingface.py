@@ -18,10 +18,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from twofour.errors import InputError
-from twofour.io.format import FORMAT_VERSION, METHOD, packed_modules, stub
+from twofour.io.format import METHOD, format_version, lowrank_ranks, packed_modules, stub
 from twofour.io.structure import name_variants
 from twofour.io.writer import shard_metadata
 from twofour.nn.convert import packed_layers, swap_
+from twofour.nn.lowrank import empty_lowrank_, lowrank_layers
 from twofour.packed import packed_shapes
 from twofour.select import Layer, as_layer
 from twofour.version import __version__
@@ -34,10 +35,11 @@ class TwoFourConfig(QuantizationConfigMixin):
     def __init__(
         self,
         modules: dict[str, Any] | None = None,
-        format_version: int = FORMAT_VERSION,
+        format_version: int = 1,
         pattern: str = "2:4",
         scheme: str | None = None,
         made: list[str] | None = None,
+        lowrank: dict[str, int] | None = None,
         twofour_version: str = __version__,
         **_: Any,
     ) -> None:
@@ -47,7 +49,9 @@ class TwoFourConfig(QuantizationConfigMixin):
         self.scheme = scheme
         self.modules = modules or {}
         self.made = made or []
+        self.lowrank = lowrank or {}
         self.twofour_version = twofour_version
+        lowrank_ranks(self.to_dict())
         packed_modules(self.to_dict())  # refuses what cannot be read, before anything is built
 
 
@@ -65,9 +69,14 @@ class TwoFourQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         layers = list(_layers_of(model, self.quantization_config.modules))
-        _require_tensors(model, layers, kwargs.get("checkpoint_files"))
+        lowrank = self.quantization_config.lowrank
+        _require_tensors(model, layers, lowrank, kwargs.get("checkpoint_files"))
         with torch.device("meta"):
             swap_(model, layers)
+            for name, rank in lowrank.items():
+                own = next((n for n in name_variants(model, name) if n in {x.name for x in layers}), None)
+                if own is not None:  # else it is part of a head that this class does not have
+                    empty_lowrank_(model.get_submodule(own), rank, own)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
         container = set if isinstance(ignored, set) else list  # newer and older transformers
         stubs = [
@@ -113,7 +122,8 @@ def mark_packed(model: Any) -> None:
 
 def _config_of(model: nn.Module, made: list[str]) -> TwoFourConfig:
     shapes = {name: list(module.layer.shape) for name, module in packed_layers(model).items()}
-    return TwoFourConfig(modules=shapes, made=made)
+    ranks = {name: module.rank for name, module in lowrank_layers(model).items() if name in shapes}
+    return TwoFourConfig(modules=shapes, made=made, lowrank=ranks, format_version=format_version(ranks))
 
 
 def _without_sentence(config: Any) -> Any:
@@ -145,7 +155,9 @@ def _layers_of(model: nn.Module, modules: dict[str, Any]) -> Iterable[Layer]:
         yield layer
 
 
-def _require_tensors(model: nn.Module, layers: list[Layer], files: list[str] | None) -> None:
+def _require_tensors(
+    model: nn.Module, layers: list[Layer], lowrank: dict[str, int], files: list[str] | None
+) -> None:
     """Refuse a file that lacks a packed tensor: transformers would fill it at random and only warn."""
     if not files:
         return
@@ -155,8 +167,11 @@ def _require_tensors(model: nn.Module, layers: list[Layer], files: list[str] | N
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (not a dict)
-                if key.endswith((".weight_values", ".weight_meta")):
+                if key.endswith((".weight_values", ".weight_meta", ".lowrank_left", ".lowrank_right")):
                     found[key] = tuple(opened.get_slice(key).get_shape())
+    for key in (f"{name}.lowrank_{side}" for name in lowrank for side in ("left", "right")):
+        if not any(variant in found for variant in name_variants(model, key)):
+            raise InputError(f"the checkpoint has no {key}.", layer=key.rpartition(".")[0])
     for layer in layers:
         for what, shape in zip(("values", "meta"), packed_shapes(layer.rows, layer.columns), strict=True):
             key = f"{layer.name}.weight_{what}"

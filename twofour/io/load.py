@@ -9,8 +9,10 @@ from torch import nn
 
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
-from twofour.io.format import is_packed, packed_modules, stub
+from twofour.io.format import is_packed, lowrank_ranks, packed_modules, stub
+from twofour.io.structure import name_variants
 from twofour.nn.convert import packed_layers, set_memory, swap_
+from twofour.nn.lowrank import add_lowrank_, empty_lowrank_
 from twofour.nn.modules import Memory
 from twofour.select import as_layer
 
@@ -54,6 +56,8 @@ def load(
         layers.append(layer)
     tensors = {key: checkpoint.read(key) for key in checkpoint.tensors if key not in stub(modules)}
     swap_(model, layers, memory)
+    for name, rank in lowrank_ranks(checkpoint.config["quantization_config"]).items():
+        empty_lowrank_(model.get_submodule(name), rank, name)
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
@@ -87,4 +91,18 @@ def load_causal_lm(directory: str | Path, device: str | None = None, dtype: Any 
         raise InputError(
             f"transformers cannot load {directory} as a causal language model: {first}."
         ) from error
+    if not is_packed(checkpoint.config):
+        _restore_lowrank(model, checkpoint)
     return model.eval(), tokenizer
+
+
+def _restore_lowrank(model: Any, checkpoint: Checkpoint) -> None:
+    """What `prune --lowrank` put beside dense weights, and transformers does not know."""
+    here = dict(model.named_modules())
+    for key in checkpoint.tensors:
+        base, _, what = key.rpartition(".")
+        if what == "lowrank_left":
+            name = next((n for n in name_variants(model, base) if n in here), None)
+            if name is not None:
+                left, right = (checkpoint.read(f"{base}.lowrank_{side}") for side in ("left", "right"))
+                add_lowrank_(here[name], left, right, name)

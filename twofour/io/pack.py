@@ -61,6 +61,13 @@ def pack_checkpoint(
         raise InputError(f"{source} is packed already.")
     layers = layers_to_pack(checkpoint, include, exclude)
     modules = {key.removesuffix(".weight"): layer.shape for key, layer in layers.by_tensor.items()}
+    lowrank = lowrank_of(checkpoint)
+    if dropped := sorted(lowrank.keys() - modules.keys()):
+        raise InputError(
+            "it has a low-rank correction, which only a packed layer can carry.",
+            layer=dropped[0],
+            hint="Pack it too, or prune again without --lowrank.",
+        )
     stubs = stub(modules)
     step: dict[str, Any] = {}
 
@@ -91,12 +98,19 @@ def pack_checkpoint(
             packed_bytes=sum(n["packed_bytes"] for n in done.values()),
         )
         record = add_step(checkpoint.record, step)
-        config = packed_config(checkpoint.config, modules, summary(record))
+        config = packed_config(checkpoint.config, modules, summary(record), lowrank)
         writer.finish(config, record, copy_from=checkpoint.directory)
 
     options = {"layers": sorted(layers.by_tensor)}
     rewrite(checkpoint, out, convert, options, finish, resume=resume, on_progress=on_progress)
     return step
+
+
+def lowrank_of(checkpoint: Checkpoint) -> dict[str, int]:
+    """The ranks of the compensations that `prune --lowrank` left in the files; packing carries them along."""
+    end = ".lowrank_right"
+    found = {name: info.shape[0] for name, info in checkpoint.tensors.items() if name.endswith(end)}
+    return {name.removesuffix(end): rank for name, rank in found.items()}
 
 
 def layers_to_pack(

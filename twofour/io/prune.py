@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from twofour.calibrate import parallel
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.format import is_packed
@@ -18,13 +19,13 @@ from twofour.io.stream import rewrite
 from twofour.io.structure import checkpoint_layers
 from twofour.io.writer import CheckpointWriter, require_new
 from twofour.progress import OnProgress, silent
-from twofour.prune import method_named, options_of, prune_weight
+from twofour.prune import Method, chosen_method, options_of, prune_weight
 
 
 def prune_checkpoint(
     source: str | Path,
     out: str | Path,
-    method: str = "magnitude",
+    method: str | Method | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     *,
@@ -32,6 +33,7 @@ def prune_checkpoint(
     samples: int = 128,
     seqlen: int | None = None,
     seed: int = 0,
+    lowrank: int = 0,
     resume: bool = False,
     on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
@@ -39,8 +41,9 @@ def prune_checkpoint(
 
     A method that looks only at the weights streams tensor by tensor. One that looks at the inputs of the
     layers runs the model block by block over `samples` windows of `seqlen` tokens of the text `calib`.
+    Without `method` it is `best` where there is text and `magnitude` where there is none.
     """
-    chosen = method_named(method)
+    chosen = chosen_method(method, has_text=calib is not None)
     checkpoint = Checkpoint(source)
     require_new(Path(out))
     if is_packed(checkpoint.config):
@@ -52,9 +55,13 @@ def prune_checkpoint(
     if chosen.needs_inputs:
         if calib is None:
             raise InputError(
-                f"{method} looks at the inputs of the layers.", hint="Give text with --calib FILE."
+                f"{chosen.name} looks at the inputs of the layers.", hint="Give text with --calib FILE."
             )
         options |= {"calib": str(calib), "samples": samples, "seqlen": seqlen, "seed": seed}
+        if lowrank:
+            options["lowrank"] = lowrank
+    elif lowrank:
+        raise InputError(f"low-rank compensation needs inputs, and {chosen.name} does not look at any.")
     described = {**options, "layers": sorted(layers.by_tensor)}
     step: dict[str, Any] = {}
 
@@ -88,20 +95,29 @@ def prune_checkpoint(
             samples=samples,
             seqlen=seqlen,
             seed=seed,
+            lowrank=lowrank,
             resume=resume,
             on_progress=on_progress,
         )
     except Exception:
         shutil.rmtree(work, ignore_errors=True)  # an error would come again; a run cut short may go on
         raise
+    if not parallel.is_first():
+        parallel.wait()
+        return step
     # If only the writing fails (a full disk), the blocks stay: --resume need not prune again.
-    with pruned_weights(work) as pruned_at:
+    with pruned_weights(work) as found:
+        if found.blocks:
+            step["blocks"] = {block.pop("block"): block for block in found.blocks}
 
         def place(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-            if name not in pruned_at:
+            if name not in found.files:
                 return {name: tensor}, {}
-            file, note = pruned_at[name]
-            return {name: read_pruned(file, name)}, dict(note)
+            base = name.removesuffix("weight")
+            own = [name, *(f"{base}lowrank_{side}" for side in ("left", "right"))]
+            tensors = {key: read_pruned(found.files[key], key) for key in own if key in found.files}
+            return tensors, dict(found.notes.get(name, {}))
 
         rewrite(checkpoint, out, place, described, finish)
+    parallel.wait()
     return step

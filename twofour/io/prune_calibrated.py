@@ -2,11 +2,13 @@
 
 What a block gave is on disk when the block is done (`.OUT.blocks/`), so a run that was cut short goes on
 there with `resume`: the finished blocks are only run again, not pruned again, and the result is the same.
-At the end the source is copied with the new weights in place of the old, as any other stage does it.
+Beside the weights of the layers a block's file holds the norms and biases that were tuned with them. At the
+end the source is copied with the new weights in place of the old, as any other stage does it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -19,20 +21,32 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from twofour.calibrate.blocks import run_blocks
+from twofour.calibrate import parallel
+from twofour.calibrate.blocks import Block
 from twofour.calibrate.statistics import Gram
 from twofour.calibrate.text import read_documents
 from twofour.calibrate.windows import sample_windows
+from twofour.calibrate.written import write_windows
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.load import load_causal_lm
-from twofour.io.structure import CheckpointLayers
+from twofour.io.structure import CheckpointLayers, name_variants
+from twofour.nn.lowrank import LowRank, add_lowrank_, lowrank_cost
 from twofour.progress import OnProgress, silent
-from twofour.prune import Method, prune_weight
+from twofour.prune import Method, prune_block, run_calibrated
+from twofour.prune.hessian import relative_output_error
+from twofour.prune.lowrank import compensate
 from twofour.select import Layer
+
+#: Floating-point dtypes that a checkpoint may hold and a model can be calibrated in.
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 #: Above this a model is calibrated in the dtype of its checkpoint rather than in float32.
 FLOAT32_UP_TO = 8 << 30
+
+
+#: In place of a file: the model writes its calibration text itself.
+SELF = "self"
 
 
 def prune_blocks(
@@ -47,12 +61,13 @@ def prune_blocks(
     seqlen: int | None,
     seed: int,
     resume: bool,
+    lowrank: int = 0,
     on_progress: OnProgress = silent,
 ) -> None:
     """Leave the pruned weights of every block in `work`, with notes about each."""
-    documents = read_documents(calib)
-    finished = _finished(work, options) if resume else 0
-    if not finished:
+    documents = None if str(calib) == SELF else read_documents(calib)
+    finished = parallel.of_first(_finished(work, options) if resume else 0)
+    if not finished and parallel.is_first():
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         (work / "options.json").write_text(json.dumps(options))
@@ -61,45 +76,100 @@ def prune_blocks(
         checkpoint.directory, device="cpu", dtype=torch.float32 if wide else "auto"
     )
     longest = model.config.get_text_config().max_position_embeddings
-    windows = sample_windows(tokenizer, documents, samples, min(seqlen or 2048, longest), seed)
-    keys = {layer.name: key for key, layer in layers.by_tensor.items()}
-    for number in range(finished):
-        _put_back(model, work / _file(number), keys)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    length = min(seqlen or 2048, longest)
+    if documents is None:
+        windows = write_windows(model, tokenizer, samples, length, seed, on_progress)
+    else:
+        windows = sample_windows(tokenizer, documents, samples, length, seed)
+    keys = {f"{layer.name}.weight": key for key, layer in layers.by_tensor.items()}
+    keys |= _vectors(model, checkpoint)
 
-    def change(number: int, grams: dict[Layer, Gram]) -> None:
-        weights, notes = {}, {}
-        for layer, gram in grams.items():
-            parameter = model.get_parameter(f"{layer.name}.weight")
-            new, note = prune_weight(layer, parameter.detach(), method, gram)
-            stored = new.to(checkpoint_dtype(checkpoint, keys[layer.name]))
+    @torch.no_grad()
+    def restore(number: int) -> None:
+        names = {key: name for name, key in keys.items()}
+        with safe_open(work / _file(number), framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 (not a dict)
+                if key in names:
+                    model.get_parameter(names[key]).copy_(opened.get_tensor(key))
+                elif key.endswith(".lowrank_left"):
+                    name = names[f"{key.removesuffix('lowrank_left')}weight"].removesuffix(".weight")
+                    right = opened.get_tensor(f"{key.removesuffix('left')}right")
+                    add_lowrank_(model.get_submodule(name), opened.get_tensor(key), right, name)
+
+    def compensation(layer: Layer, before: Tensor, after: Tensor, gram: Gram) -> dict[str, float]:
+        if not lowrank or layer.kind == "conv2d":
+            return {}
+        dtype = checkpoint_dtype(checkpoint, keys[f"{layer.name}.weight"])
+        dense, pruned = layer.to_matrix(before), layer.to_matrix(after)
+        # Rounded as it will be on disk: the next block, and a resumed run, see the same.
+        left, right = (x.to(dtype) for x in compensate(dense, pruned, gram, lowrank, layer.name))
+        add_lowrank_(model.get_submodule(layer.name), left, right, layer.name)
+        whole = pruned.float() + left.float() @ right.float()
+        return {
+            "lowrank": left.shape[1],
+            "lowrank_bytes": lowrank_cost(layer, left.shape[1], dtype).bytes,
+            "lowrank_output_error": relative_output_error(dense, whole, gram),
+        }
+
+    def change(block: Block) -> None:
+        notes, tuned = prune_block(block, method, keys.__contains__, compensation)
+        stored = {}
+        for name in (*(f"{layer.name}.weight" for layer in notes), *(tuned.changed if tuned else ())):
+            parameter = model.get_parameter(name)
+            new = parameter.detach().to(checkpoint_dtype(checkpoint, keys[name]))
             # What the next block sees is what will be on disk: a resumed run sees the same.
-            parameter.copy_(stored)
-            weights[keys[layer.name]] = stored.cpu().contiguous()
-            notes[keys[layer.name]] = {"layer": layer.name, "shape": list(layer.shape), **note}
+            parameter.copy_(new)
+            stored[keys[name]] = new.cpu().contiguous()
+        for layer in notes:
+            module, key = model.get_submodule(layer.name), keys[f"{layer.name}.weight"]
+            if isinstance(module, LowRank):
+                for side in ("lowrank_left", "lowrank_right"):
+                    parameter = getattr(module, side)
+                    new = parameter.detach().to(checkpoint_dtype(checkpoint, key))
+                    parameter.copy_(new)
+                    stored[f"{key.removesuffix('weight')}{side}"] = new.cpu().contiguous()
+        if not parallel.is_first():
+            return
+        metadata = {
+            "notes": {
+                keys[f"{layer.name}.weight"]: {"layer": layer.name, "shape": list(layer.shape), **note}
+                for layer, note in notes.items()
+            },
+            "block": {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {},
+        }
         partial = work / "block.partial"
-        save_file(weights, partial, metadata={"notes": json.dumps(notes)})
-        partial.rename(work / _file(number))
+        save_file(stored, partial, metadata={key: json.dumps(value) for key, value in metadata.items()})
+        partial.rename(work / _file(block.number))
 
-    run_blocks(
-        model,
-        list(layers.by_tensor.values()),
-        windows,
-        change,
-        device=device,
+    run_calibrated(
+        *(model, list(layers.by_tensor.values()), windows, method, change),
+        device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
         finished=finished,
+        restore=restore,
         on_progress=on_progress,
     )
 
 
+@dataclasses.dataclass
+class PrunedBlocks:
+    """What is in the files of the blocks: where each tensor is, the notes about layers, and about blocks."""
+
+    files: dict[str, Path]
+    notes: dict[str, dict[str, Any]]
+    blocks: list[dict[str, Any]]
+
+
 @contextmanager
-def pruned_weights(work: Path) -> Iterator[dict[str, tuple[Path, dict[str, Any]]]]:
-    """Where each pruned tensor is and what was noted about it; the work is removed when all went well."""
-    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+def pruned_weights(work: Path) -> Iterator[PrunedBlocks]:
+    """What was pruned and tuned, and what was noted about it; the work is removed when all went well."""
+    found = PrunedBlocks({}, {}, [])
     for file in sorted(work.glob("block-*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            notes = json.loads(opened.metadata()["notes"])
-        found |= {key: (file, note) for key, note in notes.items()}
+            metadata = opened.metadata()
+            found.files |= dict.fromkeys(opened.keys(), file)
+        found.notes |= json.loads(metadata["notes"])
+        if block := json.loads(metadata["block"]):
+            found.blocks.append(block)
     yield found
     shutil.rmtree(work)
 
@@ -110,8 +180,7 @@ def read_pruned(file: Path, key: str) -> Tensor:
 
 
 def checkpoint_dtype(checkpoint: Checkpoint, key: str) -> torch.dtype:
-    names = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    dtype = names.get(checkpoint.tensors[key].dtype)
+    dtype = DTYPES.get(checkpoint.tensors[key].dtype)
     if dtype is None:
         raise InputError(
             f"a weight stored as {checkpoint.tensors[key].dtype} cannot be calibrated.", layer=key
@@ -136,9 +205,16 @@ def _finished(work: Path, options: dict[str, Any]) -> int:
     return number
 
 
-@torch.no_grad()
-def _put_back(model: nn.Module, file: Path, keys: dict[str, str]) -> None:
-    names = {key: name for name, key in keys.items()}
-    with safe_open(file, framework="pt") as opened:
-        for key in opened.keys():  # noqa: SIM118 (not a dict)
-            model.get_parameter(f"{names[key]}.weight").copy_(opened.get_tensor(key))
+def _vectors(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+    """The model's vectors (norms, biases) and their tensors in the files, where they are there as such.
+
+    A vector that transformers made out of something else cannot be written back, so it is not tuned.
+    """
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        for key in name_variants(model, name) if parameter.dim() == 1 else ():
+            info = checkpoint.tensors.get(key)
+            if info is not None and info.shape == tuple(parameter.shape) and info.dtype in DTYPES:
+                found[name] = key
+                break
+    return found

@@ -13,6 +13,7 @@ from twofour.io.format import SENTENCE, packed_config, stub
 from twofour.io.record import add_step
 from twofour.io.writer import CheckpointWriter, publish, write_json
 from twofour.nn.convert import packed_layers
+from twofour.nn.lowrank import lowrank_layers
 
 
 def save(model: nn.Module, out: str | Path) -> None:
@@ -35,7 +36,10 @@ def save(model: nn.Module, out: str | Path) -> None:
     if not hasattr(model, "save_pretrained"):
         with CheckpointWriter(out, 1, fingerprint="save") as writer:
             writer.write_shard(1, {**model.state_dict(), **stub(packed)}, notes={})
-            writer.finish(packed_config({}, shapes, ["pack"]), add_step({}, step))
+            writer.finish(
+                packed_config({}, shapes, ["pack"], {n: m.rank for n, m in lowrank_layers(model).items()}),
+                add_step({}, step),
+            )
         return
     with CheckpointWriter(out, 1, fingerprint="save") as writer:
         # transformers writes the files; the sentence is ours to add, since save_pretrained drops it.

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from twofour.calibrate.blocks import run_blocks
+from twofour.calibrate.blocks import Block, run_blocks
+from twofour.calibrate.layerwise import reestimate_norms_, run_layers
 from twofour.calibrate.statistics import Gram
 from twofour.errors import InputError
 from twofour.pattern import check_pattern, require_finite
 from twofour.progress import OnProgress, silent
 from twofour.prune.admm import ADMM
+from twofour.prune.best import Best
 from twofour.prune.hessian import relative_output_error
 from twofour.prune.magnitude import Magnitude
+from twofour.prune.reconstruct import Reconstruct, Reconstructed, reconstruct_
 from twofour.prune.ria import RIA
 from twofour.prune.sparsegpt import SparseGPT
 from twofour.prune.wanda import Wanda
@@ -26,7 +30,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Method(Protocol):
-    """What every method is: options, a name, and how one weight is pruned."""
+    """What every method is: options, a name, and how one weight is pruned.
+
+    One that also tunes whole blocks has its options for that as `reconstruct`, a `Reconstruct`.
+    """
 
     name: ClassVar[str]
     needs_inputs: ClassVar[bool]
@@ -41,6 +48,7 @@ METHODS: dict[str, type[Any]] = {
     "ria": RIA,
     "sparsegpt": SparseGPT,
     "admm": ADMM,
+    "best": Best,
 }
 
 
@@ -52,12 +60,25 @@ def method_named(name: str) -> Method:
     return METHODS[name]()
 
 
+def chosen_method(method: str | Method | None, has_text: bool) -> Method:
+    """The method asked for, or else the best that there is without asking for more."""
+    if method is None:
+        return method_named("best" if has_text else "magnitude")
+    return method_named(method) if isinstance(method, str) else method
+
+
+def reconstruction_of(method: Method) -> Reconstruct | None:
+    """How a method tunes a block after its layers are pruned, if it does."""
+    return getattr(method, "reconstruct", None)
+
+
 def prune_(
     model: Model,
-    method: str | Method = "magnitude",
+    method: str | Method | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     windows: Tensor | None = None,
+    data: Sequence[Any] | None = None,
     on_progress: OnProgress = silent,
 ) -> Model:
     """Make every eligible layer 2:4, in place.
@@ -67,30 +88,103 @@ def prune_(
     True
 
     Methods that look at the inputs of the layers need `windows`, token ids [samples, length] of calibration
-    text (`twofour.calibrate.windows.sample_windows`). All weights are looked at before the first is changed:
-    NaN or infinite ones leave the model as it was.
+    text (`twofour.calibrate.windows.sample_windows`). With windows the default is `best`, which also tunes
+    norms and biases; without, it is `magnitude`. Any other module takes `data` instead, examples to call it
+    with: its layers are pruned one after another in the order in which they run, and its BatchNorms, if it
+    has any, are measured anew at the end.
+
+    All weights are looked at before the first is changed: NaN or infinite ones leave the model as it was.
     """
-    chosen = method_named(method) if isinstance(method, str) else method
+    chosen = chosen_method(method, has_text=windows is not None or data is not None)
     layers = require_layers(select(model, include, exclude)).layers
     weights = {layer: model.get_parameter(f"{layer.name}.weight") for layer in layers}
     for layer, weight in weights.items():
         require_finite(weight.detach(), layer.name)
 
-    @torch.no_grad()
-    def change(_: int, grams: dict[Layer, Gram]) -> None:
-        for layer, gram in grams.items():
-            weights[layer].copy_(prune_weight(layer, weights[layer].detach(), chosen, gram)[0])
-
+    if data is not None:
+        _prune_layerwise(model, layers, chosen, data, on_progress)
+        return model
     if chosen.needs_inputs:
         if windows is None:
-            raise InputError(f"{chosen.name} needs calibration text: give windows of tokens.")
-        device = next(iter(weights.values())).device
-        run_blocks(model, layers, windows.to(device), change, device=device, on_progress=on_progress)
+            raise InputError(
+                f"{chosen.name} looks at the inputs of the layers.",
+                hint="Give windows of tokens of calibration text, or data to call the model with.",
+            )
+        run_calibrated(
+            *(model, layers, windows, chosen, lambda block: prune_block(block, chosen)),
+            device=next(iter(weights.values())).device,
+            on_progress=on_progress,
+        )
         return model
     with torch.no_grad():
         for layer, weight in weights.items():
             weight.copy_(prune_weight(layer, weight.detach(), chosen)[0])
     return model
+
+
+def _prune_layerwise(
+    model: nn.Module, layers: Sequence[Layer], method: Method, data: Sequence[Any], on_progress: OnProgress
+) -> None:
+    if not data:
+        raise InputError("data holds no examples.")
+
+    @torch.no_grad()
+    def change(layer: Layer, gram: Gram) -> None:
+        weight = model.get_parameter(f"{layer.name}.weight")
+        weight.copy_(prune_weight(layer, weight.detach(), method, gram)[0])
+
+    run_layers(model, layers, data, change, on_progress)
+    reestimate_norms_(model, data)
+
+
+def run_calibrated(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    windows: Tensor,
+    method: Method,
+    change: Callable[[Block], object],
+    *,
+    device: torch.device | str,
+    finished: int = 0,
+    restore: Callable[[int], None] | None = None,
+    on_progress: OnProgress = silent,
+) -> None:
+    """`run_blocks` with what the method wants of it."""
+    tuning = reconstruction_of(method)
+    run_blocks(
+        *(model, layers, windows.to(next(model.parameters()).device), change),
+        device=device,
+        batch=tuning.batch(windows) if tuning else 4,
+        follow=tuning.follow if tuning else None,
+        finished=finished,
+        restore=restore,
+        on_progress=on_progress,
+    )
+
+
+@torch.no_grad()
+def prune_block(
+    block: Block,
+    method: Method,
+    may_change: Callable[[str], bool] = lambda name: True,
+    compensate: Callable[[Layer, Tensor, Tensor, Gram], dict[str, float]] = lambda *_: {},
+) -> tuple[dict[Layer, dict[str, float]], Reconstructed | None]:
+    """Prune the layers of a block in place and tune what is left, if the method does that.
+
+    What was lost in each layer, and what the tuning made of the block. `may_change` is asked for the norms
+    and biases that would be tuned.
+    """
+    notes: dict[Layer, dict[str, float]] = {}
+    for layer in block.layers:
+        gram = block.grams.pop(layer)  # and with its last layer it is freed
+        start = time.perf_counter()
+        weight = block.module.get_parameter(f"{layer.name.removeprefix(f'{block.name}.')}.weight")
+        new, notes[layer] = prune_weight(layer, weight.detach(), method, gram)
+        notes[layer] |= compensate(layer, weight.detach(), new, gram)
+        weight.copy_(new)
+        notes[layer]["seconds"] = round(time.perf_counter() - start, 4)
+    tuning = reconstruction_of(method)
+    return notes, reconstruct_(block, tuning, may_change) if tuning else None
 
 
 def prune_weight(

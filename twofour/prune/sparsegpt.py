@@ -64,8 +64,9 @@ class SparseGPT:
         gram.diagonal()[dead] = gram.diagonal()[~dead].mean()
         weight = torch.nn.functional.pad(matrix.detach().float(), (0, short)).masked_fill(dead, 0.0)
 
-        factor = _inverse_factor(gram, self.damping, layer)
-        removal = _removal(factor, self.pairs)
+        factor, removal = known.derived(
+            (self.name, self.damping, self.pairs, matrix.device), lambda: self._factors(gram, layer)
+        )
         dropped = torch.tensor([[j in pair for j in range(4)] for pair in PAIRS], device=weight.device)
         for start in range(0, weight.shape[1], self.block):
             stop = min(start + self.block, weight.shape[1])
@@ -86,6 +87,10 @@ class SparseGPT:
             # One large product instead of block/4 thin ones over the rest of the matrix.
             weight[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
         return weight[:, :columns].to(matrix.dtype).contiguous()
+
+    def _factors(self, gram: Tensor, layer: str | None) -> tuple[Tensor, Tensor]:
+        factor = _inverse_factor(gram, self.damping, layer)
+        return factor, _removal(factor, self.pairs)
 
 
 def _inverse_factor(gram: Tensor, damping: float, layer: str | None) -> Tensor:

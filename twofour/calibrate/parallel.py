@@ -1,0 +1,97 @@
+"""Calibration over several processes (`torchrun`): each has its share of the windows, and they add up.
+
+Every process holds the whole model and changes it in the same way: what the decisions depend on (Gram
+matrices, gradients, errors) is summed over all, so that all see the same bits. Only the first one writes.
+Without a process group everything here does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from twofour.errors import InputError
+
+
+def active() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_first() -> bool:
+    return not active() or dist.get_rank() == 0
+
+
+@contextmanager
+def group_of_torchrun() -> Iterator[None]:
+    """The process group that `torchrun` started us in, if it did, with a GPU for each process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield
+        return
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def share_of(windows: Tensor) -> Tensor:
+    """This process's windows: as many for each, so a remainder is left out."""
+    if not active():
+        return windows
+    count = len(windows) // dist.get_world_size()
+    if not count:
+        raise InputError(
+            f"{len(windows)} windows are fewer than the {dist.get_world_size()} processes.",
+            hint="Calibrate on more --samples.",
+        )
+    start = dist.get_rank() * count
+    return windows[start : start + count]
+
+
+def sum_(tensor: Tensor) -> Tensor:
+    """The sum over all processes, in place."""
+    if active():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def mean_(tensor: Tensor) -> Tensor:
+    """The mean over all processes, in place."""
+    return sum_(tensor).div_(dist.get_world_size()) if active() else tensor
+
+
+def mean(value: float) -> float:
+    return float(mean_(torch.tensor(value, dtype=torch.float64))) if active() else value
+
+
+def of_first(thing: Any) -> Any:
+    """What the first process has, for all."""
+    if not active():
+        return thing
+    box = [thing]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def of_all(thing: Any) -> list[Any]:
+    """What every process has, in their order."""
+    if not active():
+        return [thing]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, thing)
+    return found
+
+
+def wait() -> None:
+    """Until all processes are here."""
+    if active():
+        dist.barrier()
