@@ -56,7 +56,49 @@ def test_unfusing_gives_the_model_back(tokens):
 
 
 @torch.no_grad()
-def test_generates_saves_and_copies(tokens, tmp_path):
+@pytest.mark.parametrize("how", ["save_pretrained", "save"])
+def test_what_a_fused_model_saves_is_what_it_was_made_of(tokens, tmp_path, how):
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_llama()
+    names, wanted = sorted(packed_layers(model)), model(tokens).logits
+    fuse_(model)
+    if how == "save":
+        twofour.save(model, tmp_path / "saved")
+    else:
+        model.save_pretrained(tmp_path / "saved")
+    assert twofour.check(tmp_path / "saved").ok
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert sorted(packed_layers(loaded)) == names
+    torch.testing.assert_close(loaded(tokens).logits, wanted)
+    fuse_(loaded)
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    torch.testing.assert_close(again(tokens).logits, wanted)
+
+
+def test_any_module_is_saved_under_the_names_it_had(tmp_path):
+    model, x = packed(nn.Sequential(Swapped())), torch.randn(5, 32)
+    with torch.no_grad():
+        wanted = model(x)
+        fuse_(model, x)
+        twofour.save(model, tmp_path / "saved")
+        loaded = twofour.load(tmp_path / "saved", model=nn.Sequential(Swapped()))
+        torch.testing.assert_close(loaded(x), wanted)
+
+
+def test_modules_keep_the_mode_they_are_in():
+    model = packed(nn.Sequential(nn.Dropout(0.5), Branches(), nn.BatchNorm1d(56)))
+    model.train()
+    model[2].eval()
+    before, statistics = [m.training for m in model[::2]], model[2].running_mean.clone()
+    fuse_(model, torch.randn(5, 32))
+    assert [m.training for m in model[::2]] == before == [True, False]
+    assert torch.equal(model[2].running_mean, statistics)
+
+
+@torch.no_grad()
+def test_generates_and_copies(tokens):
     model = tiny_llama()
     wanted = model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
     fuse_(model)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from twofour.calibrate import parallel
-from twofour.calibrate.layerwise import evaluating
+from twofour.calibrate.examples import evaluating
 from twofour.calibrate.statistics import Gram
 from twofour.errors import InputError
 from twofour.progress import OnProgress, silent
@@ -223,7 +223,7 @@ def _observe(
         own = owner.setdefault(layer, layer)
         grams.setdefault(own, Gram(own.shape[1], device))
     for layer in layers:  # in the same order in every process
-        if owner[layer] is layer or owner[layer] == layer:
+        if owner[layer] == layer:
             grams[layer].share()
     return {layer: grams[owner[layer]] for layer in layers}
 

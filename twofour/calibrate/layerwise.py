@@ -11,14 +11,14 @@ of `Layer.to_matrix`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from twofour.calibrate.examples import call, evaluating
 from twofour.calibrate.statistics import Gram
 from twofour.errors import InputError
 from twofour.progress import OnProgress, silent
@@ -42,7 +42,7 @@ def run_layers(
 ) -> None:
     """Pass the examples through the model, changing layer after layer.
 
-    An example is what the model is called with: a tensor, a tuple of arguments or a dictionary of named ones.
+    `data` are examples as `twofour.calibrate.examples` has them.
     """
     with evaluating(model):
         order, calls = _order(model, layers, data[0])
@@ -53,15 +53,6 @@ def run_layers(
                 _observe(model, layer, module, calls[layer], gram, example)
             change(layer, gram)
             on_progress(number + 1, len(order), layer.name)
-
-
-def call(model: nn.Module, example: Any) -> Any:
-    """Call the model with an example, moved to where the model is."""
-    device = next(model.parameters()).device
-    if isinstance(example, dict):
-        return model(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in example.items()})
-    arguments = example if isinstance(example, tuple | list) else (example,)
-    return model(*(v.to(device) if isinstance(v, Tensor) else v for v in arguments))
 
 
 def patches(layer: Layer, module: nn.Module, x: Tensor) -> Tensor:
@@ -107,18 +98,6 @@ def reestimate_norms_(model: nn.Module, data: Sequence[Any]) -> int:
                 norm.momentum = momentum
                 norm.eval()
     return len(norms)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off, and every module back in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _order(model: nn.Module, layers: Sequence[Layer], example: Any) -> tuple[list[Layer], dict[Layer, int]]:

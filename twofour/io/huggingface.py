@@ -21,7 +21,7 @@ from twofour.errors import InputError
 from twofour.io.format import METHOD, format_version, lowrank_ranks, packed_modules, stub
 from twofour.io.structure import name_variants
 from twofour.io.writer import shard_metadata
-from twofour.nn.convert import packed_layers, swap_
+from twofour.nn.convert import packed_layers, stored_layers, swap_
 from twofour.nn.lowrank import empty_lowrank_, lowrank_layers
 from twofour.packed import packed_shapes
 from twofour.select import Layer, as_layer
@@ -95,7 +95,7 @@ class TwoFourQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         self.quantization_config = _config_of(model, self.quantization_config.made)
         model.config.quantization_config = self.quantization_config  # type: ignore[union-attr]
-        state = {**model.state_dict(), **stub(packed_layers(model))}
+        state = {**model.state_dict(), **stub(stored_layers(model))}
         here = {k: v for k, v in state.items() if v.device.type != "meta"}  # "meta": offloaded
         return state, shard_metadata(here)
 
@@ -121,7 +121,7 @@ def mark_packed(model: Any) -> None:
 
 
 def _config_of(model: nn.Module, made: list[str]) -> TwoFourConfig:
-    shapes = {name: list(module.layer.shape) for name, module in packed_layers(model).items()}
+    shapes = {name: list(shape) for name, shape in stored_layers(model).items()}
     ranks = {name: module.rank for name, module in lowrank_layers(model).items() if name in shapes}
     return TwoFourConfig(modules=shapes, made=made, lowrank=ranks, format_version=format_version(ranks))
 

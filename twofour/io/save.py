@@ -12,7 +12,7 @@ from twofour.io.checkpoint import CONFIG, RECORD, read_json
 from twofour.io.format import SENTENCE, packed_config, stub
 from twofour.io.record import add_step
 from twofour.io.writer import CheckpointWriter, publish, write_json
-from twofour.nn.convert import packed_layers
+from twofour.nn.convert import packed_layers, stored_layers
 from twofour.nn.lowrank import lowrank_layers
 
 
@@ -27,7 +27,7 @@ def save(model: nn.Module, out: str | Path) -> None:
         raise InputError("the model has no packed layer.", hint="Call twofour.pack_(model) first.")
     for name, module in packed.items():
         module.validate(name)
-    shapes = {name: module.layer.shape for name, module in packed.items()}
+    shapes = stored_layers(model)
     step = {
         "verb": "pack",
         "options": {},
@@ -35,7 +35,7 @@ def save(model: nn.Module, out: str | Path) -> None:
     }
     if not hasattr(model, "save_pretrained"):
         with CheckpointWriter(out, 1, fingerprint="save") as writer:
-            writer.write_shard(1, {**model.state_dict(), **stub(packed)}, notes={})
+            writer.write_shard(1, {**model.state_dict(), **stub(shapes)}, notes={})
             writer.finish(
                 packed_config({}, shapes, ["pack"], {n: m.rank for n, m in lowrank_layers(model).items()}),
                 add_step({}, step),

@@ -54,6 +54,14 @@ def packed_layers(model: nn.Module) -> dict[str, PackedModule]:
     return {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
 
 
+def stored_layers(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the packed layers as a checkpoint has them, whether they are fused now or not."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, module in packed_layers(model).items():
+        found |= module.stored_as(name)
+    return found
+
+
 def set_memory(model: nn.Module, memory: Memory) -> nn.Module:
     """Choose for every packed layer between keeping a dense copy ("fast") and not ("small")."""
     for module in packed_layers(model).values():

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from twofour import kernels, ops
+from twofour.calibrate.examples import call, evaluating
 from twofour.errors import InputError
 from twofour.kernels.reference import ACTIVATIONS
 from twofour.kernels.reference import gate as gate_reference
@@ -36,8 +37,8 @@ TOLERANCE = 0.05
 def fuse_(model: nn.Module, example: Any = None) -> int:
     """Fuse what can be fused, in place, for inference; how many layers were taken together.
 
-    `example` is what the model is called with once, to see which layers share an input: a tensor, a tuple of
-    arguments or a dictionary of named ones. A transformers model needs none.
+    `example` is what the model is called with once (see `twofour.calibrate.examples`), to see which layers
+    share an input. A transformers model needs none.
     """
     before = len(_separate(model))
     seen = _inputs(model, example)
@@ -116,6 +117,11 @@ class FusedLinear(SparseLinear):
     def ranges(self) -> list[tuple[int, int]]:
         ends = list(itertools.accumulate(self.sizes))
         return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def stored_as(self, name: str) -> dict[str, tuple[int, ...]]:
+        beside = name[: name.rfind(".") + 1]
+        parts = zip(self.names, self.sizes, strict=True)
+        return {f"{beside}{part}": (size, self.in_features) for part, size in parts}
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         raise InputError(
@@ -216,7 +222,7 @@ class GatedMLP(nn.Module):
 def gated(layer: SparseLinear, x: Tensor, activation: str) -> Tensor:
     """activate(first half of the layer's features) * second half, in one kernel where there is one."""
     x = layer._input(x)
-    if layer.dense_weight is not None or (torch.is_grad_enabled() and x.requires_grad):
+    if layer.uses_dense(x) or (torch.is_grad_enabled() and x.requires_grad):
         return gate_reference(layer(x), activation)
     packed = (layer.weight_values, layer.weight_meta, layer.weight_scale, layer.bias)
     arguments = (x, *packed, layer.in_features, activation, layer.compressed_weight)
@@ -245,32 +251,23 @@ def _inputs(model: nn.Module, example: Any) -> dict[nn.Module, Tensor]:
         or any(isinstance(child, SparseLinear) for child in module.children())
     ]
     try:
-        _call(model, example)
+        with evaluating(model):
+            call(model, _example_of(model) if example is None else example)
     finally:
         for hook in hooks:
             hook.remove()
     return seen
 
 
-def _call(model: nn.Module, example: Any) -> None:
-    if example is None:
-        dummy: Any = getattr(model, "dummy_inputs", None)
-        if dummy is None:
-            raise InputError(
-                "which layers share an input is seen in one run over an example.",
-                hint="Give fuse_ a second argument to call the model with.",
-            )
-        device = next(model.parameters()).device
-        example = {"input_ids": dummy["input_ids"].to(device)}
-    was_training = model.training
-    model.eval()
-    try:
-        if isinstance(example, dict):
-            model(**example)
-        else:
-            model(*(example if isinstance(example, tuple) else (example,)))
-    finally:
-        model.train(was_training)
+def _example_of(model: nn.Module) -> Any:
+    """What a transformers model can be called with."""
+    dummy: Any = getattr(model, "dummy_inputs", None)
+    if dummy is None:
+        raise InputError(
+            "which layers share an input is seen in one run over an example.",
+            hint="Give fuse_ a second argument to call the model with.",
+        )
+    return {"input_ids": dummy["input_ids"]}
 
 
 def _as_gated_mlp(module: nn.Module, seen: dict[nn.Module, Tensor]) -> GatedMLP | None:

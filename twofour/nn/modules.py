@@ -94,6 +94,10 @@ class PackedModule(nn.Module):
         packed = (self.weight_values, self.weight_meta, self.weight_scale)
         return self.layer.from_matrix(ops.unpack(*packed, self.layer.columns, dtype))
 
+    def stored_as(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The layers that a checkpoint has of a module of this name, and their shapes."""
+        return {name: self.layer.shape}
+
     def freeze(self) -> None:
         """Packed tensors have no gradient; loaders that make parameters anew forget that."""
         for tensor in (self.weight_values, self.weight_meta, self.weight_scale):
@@ -237,8 +241,8 @@ class SparseLinear(PackedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self._input(x)
-        if self.dense_weight is not None and self._dense_is_fastest(x):
-            return F.linear(x, self.dense_weight, self.bias)
+        if self.uses_dense(x):
+            return F.linear(x, self.weight, self.bias)
         arguments = (
             *(x, self.weight_values, self.weight_meta, self.weight_scale, self.bias),
             *(self.in_features, self.compressed_weight),
@@ -248,7 +252,10 @@ class SparseLinear(PackedModule):
             return kernels.dispatch.linear(*arguments)
         return ops.linear(*arguments)
 
-    def _dense_is_fastest(self, x: Tensor) -> bool:
+    def uses_dense(self, x: Tensor) -> bool:
+        """Whether x is multiplied with the dense weight: there is one, and on a GPU it is the fastest."""
+        if self.dense_weight is None:
+            return False
         if not x.is_cuda or self.weight_scale is not None or x.dtype != self.weight_values.dtype:
             return True
         tokens = x.numel() // self.in_features

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twofour.calibrate.examples import evaluating
 from twofour.prune.fold_candidates import by_head, chains, residual
 from twofour.prune.folds import Fold, apply
-from twofour.prune.trace import Trace, evaluating, outputs_differ
+from twofour.prune.trace import Trace, outputs_differ
 from twofour.select import select
 
 #: Layers of one name and shape (up to the block's number) that may fail before the others are not tried.

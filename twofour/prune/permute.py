@@ -28,6 +28,7 @@ from twofour.errors import InputError, TwoFourError
 from twofour.pattern import keep_best
 from twofour.prune.find_folds import find_foldable
 from twofour.prune.folds import Constraint, Fold, Kind, apply
+from twofour.prune.hessian import damped_cholesky
 from twofour.prune.trace import outputs_differ, run
 from twofour.select import Layer
 
@@ -106,10 +107,8 @@ def saliency_norms(inputs: Gram, damping: float = 0.01) -> Tensor:
     |w| times this, squared, is the saliency of optimal brain surgery: the score to go by if the method to
     come updates the weights it keeps (sparsegpt, admm), as the norm is for one that does not (wanda).
     """
-    gram = inputs.mean.double()
-    dead = gram.diagonal() <= 0
-    gram.diagonal().add_(damping * gram.diagonal().mean().clamp(min=1e-30))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+    dead = inputs.mean.diagonal() <= 0
+    inverse = torch.cholesky_inverse(damped_cholesky(inputs.mean.double(), damping, None)[0])
     return inverse.diagonal().rsqrt().masked_fill(dead, 0.0).float()
 
 

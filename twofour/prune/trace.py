@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from twofour.calibrate.examples import call, evaluating
 from twofour.select import Layer, as_layer
 
 #: How far the outputs may move, in relation to their size. Sums in another order differ by about 1e-6 in
@@ -108,12 +108,7 @@ def _watch(
 def run(model: nn.Module, example_inputs: Any) -> list[Tensor]:
     """The tensors that the model gives for these inputs; what it caches (keys, values) is not among them."""
     with evaluating(model):
-        if isinstance(example_inputs, Mapping):
-            out = model(**example_inputs)
-        elif isinstance(example_inputs, tuple | list):
-            out = model(*example_inputs)
-        else:
-            out = model(example_inputs)
+        out = call(model, example_inputs)
     return [tensor.clone() for tensor in _tensors(out)]
 
 
@@ -137,15 +132,3 @@ def _tensors(out: Any) -> Iterator[Tensor]:
     elif isinstance(out, tuple | list):
         for value in out:
             yield from _tensors(value)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout, no BatchNorm statistics updated; each module as it was afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
