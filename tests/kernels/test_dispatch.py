@@ -13,6 +13,8 @@ from twofour.bench import tune as tuner
 from twofour.errors import InputError
 from twofour.kernels import cusparselt, dispatch, hopper, reference, tuning
 from twofour.kernels.dispatch import Choice, Product, bucket_of, choose
+from twofour.packed import pack
+from twofour.pattern import keep_best
 
 PRODUCT = Product(4096, 4096, 16, torch.bfloat16, 0, True)
 
@@ -188,3 +190,29 @@ def test_a_gated_product_takes_the_choice_of_the_plain_one_if_it_can_gate():
     assert dispatch.choose_gated(replace(gated, k=100)) is None
     with dispatch.force("reference"):
         assert dispatch.choose_gated(gated) is None
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """CPU tensors through the calls for a GPU: what is around the kernels does not depend on the device."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    with dispatch.force("reference"):
+        yield
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+def test_inputs_of_any_shape_and_layout_reach_the_kernel_as_it_wants_them(on_the_cpu, activation):
+    weight = torch.randn(24, 32)
+    weight = weight.where(keep_best(weight.abs()), 0)
+    packed, bias = pack(weight), torch.randn(24)
+    wide = torch.randn(3, 5, 64)
+    odd = torch.randn(33)[1:].reshape(1, 32)  # at no multiple of 16 bytes
+    for x in (wide[..., ::2], wide[0, 0, :32], wide[:, :0, :32], wide[..., :32].transpose(0, 1), odd):
+        wanted = torch.nn.functional.linear(x, weight, bias)
+        arguments = (x, packed.values, packed.meta, None, bias, 32)
+        if activation is None:
+            got = dispatch.linear(*arguments)
+        else:
+            got = dispatch.gated_linear(*arguments, activation)
+            wanted = reference.ACTIVATIONS[activation](wanted[..., :12]) * wanted[..., 12:]
+        torch.testing.assert_close(got, wanted)

@@ -134,12 +134,15 @@ def _tune_one(weights: _Weights, bucket: int) -> dict[str, Any]:
     timed.sort(key=lambda entry: entry[0])
     others = [entry for entry in timed[FINALISTS:] if entry[1].backend != timed[0][1].backend]
     finalists = [choice for _, choice in timed[:FINALISTS] + others[:2]]
-    runs = {choice: _calls(dispatch.runner(product, choice), x, weights) for choice in finalists}
-    runs[DENSE] = [partial(F.linear, x, weight) for weight in weights.dense]
+    runs = [(choice, _calls(dispatch.runner(product, choice), x, weights)) for choice in finalists]
+    runs.append((DENSE, [partial(F.linear, x, weight) for weight in weights.dense]))
     # In turns: a chip at its power limit is slower after hard work, and who comes first must not win by it.
-    rounds = [{c: time_graph(calls, 10)["p50"] for c, calls in runs.items()} for _ in range(ROUNDS)]
-    again = sorted((median(r[choice] for r in rounds), choice) for choice in runs)
-    best = {choice.backend: (ms, choice) for ms, choice in reversed(again)}
+    rounds = [[time_graph(calls, 10)["p50"] for _, calls in runs] for _ in range(ROUNDS)]
+    best: dict[str, tuple[float, dispatch.Choice]] = {}
+    for (choice, _), times in zip(runs, zip(*rounds, strict=True), strict=True):
+        ms = median(times)
+        if choice.backend not in best or ms < best[choice.backend][0]:
+            best[choice.backend] = (ms, choice)
     kept = sorted(best.values(), key=lambda entry: entry[0] * (DENSE_MARGIN if entry[1] == DENSE else 1))
     tuning.remember(product.key, index, [{**asdict(choice), "ms": round(ms, 5)} for ms, choice in kept])
     dense = best["dense"][0]

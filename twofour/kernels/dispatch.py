@@ -43,12 +43,6 @@ class Choice:
     backend: str
     config: dict[str, Any] = field(default_factory=dict)
 
-    def __hash__(self) -> int:
-        return hash((self.backend, *sorted(self.config.items())))
-
-    def __lt__(self, other: Choice) -> bool:
-        return str(self) < str(other)  # any fixed order, for ties
-
 
 @dataclass(frozen=True)
 class Product:
@@ -92,25 +86,7 @@ def linear(
     compressed: Tensor | None = None,
 ) -> Tensor:
     """`twofour::linear` on a CUDA device."""
-    n, device = values.shape[0], x.device.index
-    if torch._C._cuda_getDevice() != device:  # launches go to the current one
-        with torch.cuda.device(device):
-            return linear(x, values, meta, scale, bias, columns, compressed)
-    if scale is not None or x.dtype != values.dtype:
-        return reference.linear(x, values, meta, scale, bias, columns)
-    flat = x if x.dim() == 2 else x.reshape(-1, columns)
-    if not flat.is_contiguous() or flat.data_ptr() % 16:  # the copy engine and cuSPARSELt ask for both
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    tokens = flat.shape[0]
-    if tokens == 0:
-        return x.new_empty(*x.shape[:-1], n)
-    key = (n, columns, bucket_of(tokens), x.dtype, device, compressed is not None)
-    runs = _forced[-1][1] if _forced else _runs
-    run = runs.get(key)
-    if run is None:
-        run = runs[key] = runner(Product(*key))
-    y = run(flat, values, meta, bias, compressed)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+    return _multiply(x, values, meta, scale, bias, columns, compressed, None)
 
 
 def gated_linear(
@@ -123,30 +99,42 @@ def gated_linear(
     activation: str,
     compressed: Tensor | None = None,
 ) -> Tensor:
-    """`twofour::gated_linear` on a CUDA device: in one kernel where there is one that can."""
-    n, device = values.shape[0] // 2, x.device.index
-    if torch._C._cuda_getDevice() != device:
+    """`twofour::gated_linear` on a CUDA device."""
+    return _multiply(x, values, meta, scale, bias, columns, compressed, activation)
+
+
+def _multiply(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    columns: int,
+    compressed: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    n, device = values.shape[0], x.device.index
+    if activation is not None:
+        n //= 2
+    if torch._C._cuda_getDevice() != device:  # launches go to the current one
         with torch.cuda.device(device):
-            return gated_linear(x, values, meta, scale, bias, columns, activation, compressed)
+            return _multiply(x, values, meta, scale, bias, columns, compressed, activation)
+    if scale is not None or x.dtype != values.dtype:
+        y = reference.linear(x, values, meta, scale, bias, columns)
+        return y if activation is None else reference.gate(y, activation)
     flat = x if x.dim() == 2 else x.reshape(-1, columns)
+    if not flat.is_contiguous() or flat.data_ptr() % 16:  # the copy engine and cuSPARSELt ask for both
+        flat = flat.clone(memory_format=torch.contiguous_format)
     tokens = flat.shape[0]
+    if tokens == 0:
+        return x.new_empty(*x.shape[:-1], n)
     key = (n, columns, bucket_of(tokens), x.dtype, device, compressed is not None, activation)
     runs = _forced[-1][1] if _forced else _runs
     run = runs.get(key)
     if run is None:
         run = runs[key] = runner(Product(*key))
-    if scale is not None or x.dtype != values.dtype or tokens == 0 or run is _in_two_steps:
-        both = linear(x, values, meta, scale, bias, columns, compressed)
-        return reference.gate(both, activation)
-    if not flat.is_contiguous() or flat.data_ptr() % 16:
-        flat = flat.clone(memory_format=torch.contiguous_format)
     y = run(flat, values, meta, bias, compressed)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
-
-
-def _in_two_steps(*_: Any) -> Tensor:
-    """Stands for a product and an activation that no single kernel does."""
-    raise AssertionError("a mark, not to be called")
 
 
 def bucket_of(tokens: int) -> int:
@@ -176,9 +164,10 @@ def choose(product: Product) -> Choice:
     usable = [b for b in BACKENDS if why_not(b, product) is None]
     if "cusparselt" in usable and product.bucket > (1024 if "hopper" in usable else 64):
         return _rule_of_thumb(product, "cusparselt")
-    # Unpacking and multiplying costs about as much as reading the weight for a hundred tokens does.
-    many_for_ampere = usable[0] == "ampere" and product.bucket > 512
-    return _rule_of_thumb(product, "reference" if many_for_ampere else usable[0])
+    # The ampere kernel reads the weight once for every 64 tokens; unpacking it once is a guess at what is
+    # better for many, not measured.
+    too_many = usable[0] == "ampere" and product.bucket > 512
+    return _rule_of_thumb(product, "reference" if too_many else usable[0])
 
 
 def choose_gated(product: Product) -> Choice | None:
@@ -242,15 +231,14 @@ def why_not(backend: str, product: Product) -> str | None:
         )
     if backend == "cusparselt":
         if not product.compressed:
-            return 'the layer keeps only the packed form (memory="small")'
+            return 'the layer does not keep its form of the weight (memory="fast" does)'
         return cusparselt.why_not(device, product.dtype, product.n, product.k)
     return None
 
 
 def _rule_of_thumb(product: Product, backend: str) -> Choice:
     if backend == "hopper":
-        config = hopper.guess(product.n, product.k, product.bucket, gated=product.activation is not None)
-        return Choice(backend, hopper.as_dict(config))
+        return Choice(backend, hopper.as_dict(hopper.guess(product.n, product.k, product.bucket)))
     if backend == "ampere":
         processors = torch.cuda.get_device_properties(product.device).multi_processor_count
         return Choice(backend, asdict(ampere.guess(product.n, product.k, product.bucket, processors)))
@@ -276,12 +264,13 @@ def candidates(product: Product) -> list[Choice]:
 
 def runner(product: Product, choice: Choice | None = None) -> Run:
     """The call that runs a product in the way chosen."""
-    choice = choice or (choose_gated(product) if product.activation else choose(product))
-    if choice is None:
-        return _in_two_steps
-    if choice.backend == "hopper":
-        shape = (product.n, product.k, product.dtype, hopper.from_dict(choice.config), product.device)
-        launches = hopper_launch.Launches(*shape, product.activation)
+    if choice is None and product.activation is not None:
+        choice = choose_gated(product)
+        if choice is None:
+            return _in_two_steps(product)
+    choice = choice or choose(product)
+    if choice.backend in ("hopper", "ampere"):
+        launches = _launches(product, choice)
 
         def run(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, _: Tensor | None) -> Tensor:
             out = x.new_empty((x.shape[0], product.n))
@@ -289,22 +278,26 @@ def runner(product: Product, choice: Choice | None = None) -> Run:
             return out
 
         return run
-    if choice.backend == "ampere":
-        config = ampere.Config(**choice.config)
-        own = ampere.Launches(product.n, product.k, product.dtype, config, product.device)
-
-        def run_ampere(
-            x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, _: Tensor | None
-        ) -> Tensor:
-            out = x.new_empty((x.shape[0], product.n))
-            own.run(x, values, meta, bias, out)
-            return out
-
-        return run_ampere
     if choice.backend == "cusparselt":
         algorithm = cusparselt.Algorithm(**choice.config)
         return lambda x, values, meta, bias, compressed: _cusparselt(x, compressed, product, algorithm, bias)
     return lambda x, values, meta, bias, _: reference.linear(x, values, meta, None, bias, product.k)
+
+
+def _launches(product: Product, choice: Choice) -> hopper_launch.Launches | ampere.Launches:
+    shape = (product.n, product.k, product.dtype)
+    if choice.backend == "hopper":
+        config = hopper.from_dict(choice.config)
+        return hopper_launch.Launches(*shape, config, product.device, product.activation)
+    return ampere.Launches(*shape, ampere.Config(**choice.config), product.device)
+
+
+def _in_two_steps(product: Product) -> Run:
+    """The plain product, then the activation: for what no kernel does in one."""
+    plain = runner(replace(product, n=product.rows, activation=None))
+    activation = product.activation
+    assert activation is not None
+    return lambda *tensors: reference.gate(plain(*tensors), activation)
 
 
 def _cusparselt(
