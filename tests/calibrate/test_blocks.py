@@ -9,6 +9,9 @@ from twofour.calibrate.blocks import find_blocks, run_blocks
 from twofour.calibrate.statistics import Gram
 from twofour.calibrate.windows import sample_windows
 from twofour.errors import InputError
+from twofour.pattern import check_pattern, keep_best
+from twofour.prune import prune_block
+from twofour.prune.sparsegpt import SparseGPT
 from twofour.select import select
 
 WINDOWS = torch.randint(3, 128, (6, 16), generator=torch.Generator().manual_seed(0))
@@ -194,3 +197,54 @@ def test_windows(_dense):
         assert tokenizer.decode(window).replace(" ", "") in text.replace(" ", "")
     with pytest.raises(InputError, match="less than one window"):
         sample_windows(tokenizer, ["short"], 1, 12)
+
+
+class Experts(nn.Module):
+    """A block whose experts get the tokens above and below a bound, and one that gets none."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, hidden_states):
+        out = hidden_states.clone()
+        high = hidden_states[..., 0] > 2.0
+        for chosen, expert in ((~high, self.experts[0]), (high, self.experts[1])):
+            if chosen.any():
+                out[chosen] += expert(hidden_states[chosen])
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 16)
+        self.embed.weight.data[:, 0] = 0
+        self.embed.weight.data[7, 0] = 5.0
+        self.blocks = nn.ModuleList([Experts()])
+
+    def forward(self, tokens, use_cache=False):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_experts_count_only_the_tokens_they_get():
+    """The second expert sees nothing in the first batch; the third never does, and goes by its weights."""
+    torch.manual_seed(0)
+    model = Mixture().eval()
+    windows = torch.randint(7, (8, 5))
+    windows[6, :3] = 7  # in the second batch of four
+    seen, before = {}, [e.weight.detach().clone() for e in model.blocks[0].experts]
+
+    def change(block):
+        seen.update({layer.name: gram.tokens for layer, gram in block.grams.items()})
+        notes, _ = prune_block(block, SparseGPT())
+        assert {layer.name: note["tokens"] for layer, note in notes.items()} == seen
+
+    run_blocks(model, select(model).layers, windows, change)
+    assert seen == {"blocks.0.experts.0": 37, "blocks.0.experts.1": 3, "blocks.0.experts.2": 0}
+    by_weight = before[2].where(keep_best(before[2].abs()), 0)
+    torch.testing.assert_close(model.blocks[0].experts[2].weight.detach(), by_weight)
+    assert all(check_pattern(e.weight.detach()).legal for e in model.blocks[0].experts)

@@ -175,7 +175,7 @@ def test_the_model_can_write_the_text_itself(twofour, dense, tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("method", ["sparsegpt", "best"])
+@pytest.mark.parametrize("method", ["magnitude", "sparsegpt", "best"])
 def test_two_processes_give_what_one_gives(dense, text, tmp_path, method):
     """The windows are shared out and the Gram matrices added up, under torchrun and gloo."""
     command = ["twofour.cli.main", "prune", str(dense)]
@@ -193,7 +193,7 @@ def test_two_processes_give_what_one_gives(dense, text, tmp_path, method):
     one, two = (load_file(tmp_path / out / "model.safetensors") for out in ("one", "two"))
     for name in one:
         lost = [float((weights[name].float() - before[name].float()).norm()) for weights in (one, two)]
-        assert lost[1] == pytest.approx(lost[0], rel=0.02 if method == "sparsegpt" else 0.3, abs=1e-6), name
+        assert lost[1] == pytest.approx(lost[0], rel=0.3 if method == "best" else 0.02, abs=1e-6), name
     if method == "sparsegpt":  # the first block saw the same, up to the order of sums
         first = [name for name in one if "layers.0." in name and name.endswith("proj.weight")]
         for name in first:

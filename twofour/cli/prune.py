@@ -79,6 +79,10 @@ def command(
         return
     say(f"Pruned {len(errors)} layers to 2:4 by {step['options']['method']}: {out}")
     say(f"Weight lost, as a share of each layer's norm: {min(errors):.3f} to {max(errors):.3f}.")
+    if unseen := [name for name, layer in step["layers"].items() if layer.get("tokens") == 0]:
+        say(
+            f"No calibration token reached {len(unseen)} layers, such as {unseen[0]}: pruned by weight alone."
+        )
     if blocks := step.get("blocks"):
         before, after = (
             sum(block[key] for block in blocks.values()) / len(blocks)

@@ -83,7 +83,9 @@ def prune_checkpoint(
             pruned, loss = prune_weight(layer, tensor, chosen)
             return {name: pruned}, {"layer": layer.name, "shape": list(layer.shape), **loss}
 
-        rewrite(checkpoint, out, convert, described, finish, resume=resume, on_progress=on_progress)
+        if parallel.is_first():
+            rewrite(checkpoint, out, convert, described, finish, resume=resume, on_progress=on_progress)
+        parallel.wait()
         return step
 
     assert calib is not None
@@ -100,7 +102,8 @@ def prune_checkpoint(
             on_progress=on_progress,
         )
     except Exception:
-        shutil.rmtree(work, ignore_errors=True)  # an error would come again; a run cut short may go on
+        if parallel.is_first():
+            shutil.rmtree(work, ignore_errors=True)  # an error would come again; a run cut short may go on
         raise
     if not parallel.is_first():
         parallel.wait()

@@ -182,6 +182,7 @@ def prune_block(
         new, notes[layer] = prune_weight(layer, weight.detach(), method, gram)
         notes[layer] |= compensate(layer, weight.detach(), new, gram)
         weight.copy_(new)
+        notes[layer]["tokens"] = gram.tokens
         notes[layer]["seconds"] = round(time.perf_counter() - start, 4)
     tuning = reconstruction_of(method)
     return notes, reconstruct_(block, tuning, may_change) if tuning else None
