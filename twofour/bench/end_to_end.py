@@ -4,10 +4,12 @@ The weights are random and made on the device, so no file is needed; times do no
 learned. One model is built and measured dense, then the same weights are pruned and measured again in each
 sparse form. The logits of the pruned model before and after are compared.
 
-    torch24   every projection through PyTorch's own to_sparse_semi_structured
-    twofour   packed: what from_pretrained gives
-    fused     packed, then fuse_: q, k and v as one product, gate and up with the activation as another
-    fast      fused, with cuSPARSELt's positions beside ours (memory="fast")
+    dense         what transformers gives
+    dense_fused   the same with its norms as one kernel each, which fuse_ does for a dense model as well
+    torch24       every projection through PyTorch's own to_sparse_semi_structured
+    twofour       packed: what from_pretrained gives
+    fused         packed, then fuse_: q, k and v as one product, gate and up with the activation as another
+    fast          fused, with cuSPARSELt's positions beside ours (memory="fast")
 
     prefill  one forward of batch × tokens without a cache, logits of the last token only
     decode   one token for each of batch sequences, in a transformers StaticCache of `tokens` places that is
@@ -36,10 +38,13 @@ from twofour.errors import InputError
 from twofour.nn import Memory, packed_layers
 from twofour.progress import OnProgress, silent
 
-CONTENDERS = ("dense", "torch24", "twofour", "fused", "fast")
+CONTENDERS = ("dense", "dense_fused", "torch24", "twofour", "fused", "fast")
 
 #: Without a GPU: PyTorch's own form and cuSPARSELt need one.
-CPU_CONTENDERS = ("dense", "twofour", "fused")
+CPU_CONTENDERS = ("dense", "dense_fused", "twofour", "fused")
+
+#: What a row's time is compared with, and what the ratio is called.
+BASELINES = {"dense": "times_dense", "dense_fused": "times_dense_fused"}
 
 #: Llama-3-8B, but for the number of layers.
 LLAMA_3_8B: dict[str, Any] = {
@@ -91,8 +96,9 @@ def run_end_to_end(
 ) -> list[dict[str, Any]]:
     """Measure every case dense and packed: one row each. `shape` overrides parts of Llama-3-8B's.
 
-    `times_dense` is the median of dense over that of the row. `resident_share` is what the tensors of the
-    packed layers take over what they took dense. A case that raises gives a row with "error".
+    `times_dense` is the median of dense over that of the row, `times_dense_fused` that of dense_fused.
+    `resident_share` is what the tensors of the packed layers take over what they took dense. A case that
+    raises gives a row with "error", and a contender that cannot be made one for each case.
     """
     device = torch.device(device)
     contenders = contenders or (CONTENDERS if device.type == "cuda" else CPU_CONTENDERS)
@@ -102,20 +108,27 @@ def run_end_to_end(
     stages = Stages(model, seed)
     total = len(cases) * len(contenders)
     rows: list[dict[str, Any]] = []
-    dense: dict[Case, float] = {}
+    took: dict[tuple[str, Case], float] = {}
     for contender in CONTENDERS:
         if contender not in contenders:
             continue
         facts: dict[str, Any] = {"contender": contender, "layers": layers}
-        if contender != "dense":
-            on_progress(len(rows), total, f"making {contender}")
+        failed = None
+        on_progress(len(rows), total, f"making {contender}")
+        try:
             facts |= stages.advance(contender)
+        except Exception as error:  # PyTorch's own form refuses some shapes
+            failed = one_line(error)
         for case in cases:
             on_progress(len(rows), total, f"{contender}, {case.what} {case.batch}×{case.tokens}")
-            row = facts | _measure(model, case, seed)
-            if contender == "dense" and row["ms"]:
-                dense[case] = row["ms"]["p50"]
-            row["times_dense"] = dense[case] / row["ms"]["p50"] if row["ms"] and case in dense else None
+            row = facts | (
+                _unmeasured(case, device) | {"error": failed} if failed else _measure(model, case, seed)
+            )
+            if row["ms"]:
+                took[contender, case] = row["ms"]["p50"]
+            for baseline, ratio in BASELINES.items():
+                known = row["ms"] and (baseline, case) in took
+                row[ratio] = took[baseline, case] / row["ms"]["p50"] if known else None
             rows.append(row)
             free(device)
     on_progress(total, total, "done")
@@ -148,11 +161,18 @@ class Stages:
         self.dense_bytes = 0
         self.before: Tensor | None = None  # logits of the pruned model
         self.names: list[str] = []
+        self.kept: dict[str, torch.nn.Parameter] = {}  # dense weights while PyTorch's form is in their place
 
     def advance(self, to: str) -> dict[str, Any]:
-        from twofour.nn import fuse_, set_memory
+        from twofour.nn import fuse_, set_memory, unfuse_
 
+        if to == "dense":
+            return {}
+        if to == "dense_fused":
+            fuse_(self.model)
+            return {}
         if self.before is None:
+            unfuse_(self.model)
             self._prune()
         if to == "torch24":
             return self._facts(self._with_torch(), resident=None)
@@ -181,10 +201,10 @@ class Stages:
     def _with_torch(self) -> Tensor:
         from torch.sparse import SparseSemiStructuredTensorCUSPARSELT as Sparse
 
-        self.kept = {name: self.model.get_submodule(name).weight for name in self.names}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "in prototype stage"
-            for name, weight in self.kept.items():
+            for name in self.names:
+                weight = self.kept[name] = self.model.get_submodule(name).weight
                 sparse = torch.nn.Parameter(Sparse.from_dense(weight.detach()), requires_grad=False)
                 self.model.get_submodule(name).weight = sparse
         return self._logits()
@@ -192,7 +212,7 @@ class Stages:
     def _pack(self) -> None:
         from twofour.io.pack import pack_
 
-        for name, weight in getattr(self, "kept", {}).items():  # back from PyTorch's form
+        for name, weight in self.kept.items():  # back from PyTorch's form
             self.model.get_submodule(name).weight = weight
         self.kept = {}
         # One block at a time: packing all at once holds both forms of the whole model.
@@ -227,12 +247,16 @@ def _bytes_beside_bias(module: torch.nn.Module) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def _unmeasured(case: Case, device: torch.device) -> dict[str, Any]:
+    mode = "cpu" if device.type != "cuda" else "graph" if case.graph else "eager"
+    row: dict[str, Any] = {"what": case.what, "batch": case.batch, "tokens": case.tokens, "mode": mode}
+    return row | {"attention": case.attention, "ms": None, "tokens_per_s": None, "peak_bytes": None}
+
+
 def _measure(model: Any, case: Case, seed: int) -> dict[str, Any]:
     device = model.device
     gpu = device.type == "cuda"
-    mode = "cpu" if not gpu else "graph" if case.graph else "eager"
-    row: dict[str, Any] = {"what": case.what, "batch": case.batch, "tokens": case.tokens, "mode": mode}
-    row |= {"attention": case.attention, "ms": None, "tokens_per_s": None, "peak_bytes": None}
+    row = _unmeasured(case, device)
     model.set_attn_implementation(GROUPED if case.attention == "grouped" else "sdpa")
     free(device)
     if gpu:
@@ -242,7 +266,7 @@ def _measure(model: Any, case: Case, seed: int) -> dict[str, Any]:
         step = (prefill_step if case.what == "prefill" else decode_step)(model, case, seed)
         if not bool(step().isfinite().all()):
             raise FloatingPointError("the logits are not finite")
-        row["ms"] = times = _time(step, mode)
+        row["ms"] = times = _time(step, row["mode"])
     except Exception as error:
         row["error"] = one_line(error)
         return row

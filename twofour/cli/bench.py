@@ -149,14 +149,15 @@ def _show_end_to_end(rows: list[dict[str, Any]]) -> None:
             row["contender"],
             "failed" if "error" in row else f"{row['ms']['p50']:.3f}",
             _figure(row["times_dense"], "{:.2f}"),
+            _figure(row["times_dense_fused"], "{:.2f}"),
             _figure(row["tokens_per_s"], "{:.0f}"),
             "" if row["peak_bytes"] is None else size(row["peak_bytes"]),
         )
         for row in rows
     ]
-    columns = ("what", "contender", "ms", "× dense", "tokens/s", "peak memory")
+    columns = ("what", "contender", "ms", "× dense", "× dense_fused", "tokens/s", "peak memory")
     table(f"A model of {rows[0]['layers']} layers", columns, shown)
-    packed = next((row for row in rows if "resident_share" in row), None)
+    packed = next((row for row in rows if row.get("resident_share")), None)
     if packed is not None:
         say(
             f"{packed['packed_layers']} packed layers take {packed['resident_share']:.1%} of their dense "

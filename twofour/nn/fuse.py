@@ -1,6 +1,7 @@
-"""Fewer, larger products: layers that get the same input become one, and a gated MLP's activation its end.
+"""Fewer, larger kernels: layers that get the same input become one, and a gated MLP's activation its end.
 
-    fuse_(model)      q, k and v become one product; gate, up and the activation between them one kernel
+    fuse_(model)      q, k and v become one product; gate, up and the activation between them one kernel;
+                      every RMSNorm one kernel (see fuse_norm.py)
     unfuse_(model)    as it was
 
 The rows of packed matrices simply concatenate, so nothing is repacked and no memory is added. What belongs
@@ -26,6 +27,7 @@ from twofour.calibrate.examples import call, evaluating
 from twofour.errors import InputError
 from twofour.kernels.reference import ACTIVATIONS
 from twofour.kernels.reference import gate as gate_reference
+from twofour.nn.fuse_norm import FusedNorm, as_fused_norm
 from twofour.nn.modules import SparseLinear, watched
 from twofour.packed import Packed24
 
@@ -38,9 +40,15 @@ def fuse_(model: nn.Module, example: Any = None) -> int:
     """Fuse what can be fused, in place, for inference; how many layers were taken together.
 
     `example` is what the model is called with once (see `twofour.calibrate.examples`), to see which layers
-    share an input. A transformers model needs none.
+    share an input. A transformers model needs none. In a dense model only the norms are fused.
     """
+    for path, module in list(model.named_modules()):
+        norm = as_fused_norm(module)
+        if norm is not None and path:
+            model.set_submodule(path, norm)
     before = len(_separate(model))
+    if not before:
+        return 0
     seen = _inputs(model, example)
     for path, module in list(model.named_modules()):
         fused = _as_gated_mlp(module, seen)
@@ -55,7 +63,7 @@ def fuse_(model: nn.Module, example: Any = None) -> int:
 def unfuse_(model: nn.Module) -> nn.Module:
     """Undo `fuse_`."""
     for path, module in list(model.named_modules()):
-        if isinstance(module, GatedMLP):
+        if isinstance(module, GatedMLP | FusedNorm):
             model.set_submodule(path, module.separate())
         elif isinstance(module, SharedInput):
             parent = model.get_submodule(path.rpartition(".")[0])
