@@ -14,12 +14,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
 import torch
 from torch import Tensor
 
 from twofour.kernels import nvrtc
+from twofour.kernels.nvrtc import cuda_text
 
 _MOST_STAGES = 8
 
@@ -171,7 +171,7 @@ def source(config: Config, dtype: torch.dtype) -> str:
         f"#define TOKENS {config.tokens}\n#define ROW_TILES {config.row_tiles}\n"
         f"#define ROW_WARPS {config.row_warps}\n#define K_WARPS {config.k_warps}\n"
         f"#define STEP {config.step}\n#define STAGES {config.stages}\n"
-        f"#define FP16 {int(dtype == torch.float16)}\n" + _text()
+        f"#define FP16 {int(dtype == torch.float16)}\n" + cuda_text("common.cuh", "mma_sm80.cu")
     )
 
 
@@ -187,11 +187,6 @@ def compile_all(configs: list[Config], dtype: torch.dtype, device: torch.device)
         target, sources = architecture(device), list(dict.fromkeys(source(c, dtype) for c in configs))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda text: nvrtc.compile_source(text, target), sources))
-
-
-@cache
-def _text() -> str:
-    return files("twofour.kernels").joinpath("cuda/mma_sm80.cu").read_text()
 
 
 class Launches:

@@ -14,13 +14,12 @@ import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Any, ClassVar
 
 import torch
 
 from twofour.kernels import nvrtc
+from twofour.kernels.nvrtc import cuda_text
 
 ARCHITECTURE = "sm_90a"
 _SHARED_BYTES = 227 << 10  # of a multiprocessor
@@ -92,7 +91,7 @@ class Prefill:
     kernel: ClassVar[str] = "prefill"
     step: ClassVar[int] = 128
     position_bytes: ClassVar[int] = 32
-    e_stages: ClassVar[int] = 3
+    e_stages: ClassVar[int] = 2
     gates: ClassVar[bool] = True
 
     @property
@@ -101,7 +100,8 @@ class Prefill:
 
     @property
     def b_stages(self) -> int:
-        left = _SHARED_BYTES - 1024 - _BARRIERS - self._weight_bytes
+        turning = 4096 * self.warpgroups  # a kilobyte for each warp's sums on their way out
+        left = _SHARED_BYTES - 1024 - _BARRIERS - turning - self._weight_bytes
         return min(left // (128 * self.tokens), 10)
 
     @property
@@ -251,8 +251,7 @@ def source(config: Config, dtype: torch.dtype, activation: str | None = None) ->
         "".join(f"#define {name} {value}\n" for name, value in constants.items())
         + f'#define WGMMA(d, a, b, e, selector) asm volatile("{instruction}" '
         + f': {outputs} : "l"(a), "l"(b), "r"(e), "n"(selector))\n'
-        + _text("sm90.cuh")
-        + _text(f"{config.kernel}_sm90.cu")
+        + cuda_text("common.cuh", "sm90.cuh", f"{config.kernel}_sm90.cu")
     )
 
 
@@ -264,8 +263,3 @@ def compile_all(
         sources = list(dict.fromkeys(source(c, dtype, activation) for c in configs))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda text: nvrtc.compile_source(text, ARCHITECTURE), sources))
-
-
-@cache
-def _text(name: str) -> str:
-    return files("twofour.kernels").joinpath(f"cuda/{name}").read_text()

@@ -13,6 +13,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ _SHARED_MEMORY_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 def cache_directory() -> Path:
     base = os.environ.get("TWOFOUR_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "twofour"
     return Path(base).expanduser()
+
+
+@cache
+def cuda_text(*names: str) -> str:
+    """Files of `cuda/`, one after the other: NVRTC is given one source, so nothing is included."""
+    return "\n".join(files("twofour.kernels").joinpath(f"cuda/{name}").read_text() for name in names)
 
 
 @cache

@@ -14,14 +14,9 @@
 //   kernel before, so its first tiles are asked for before that one has finished; x is read after that.
 //
 // Compiled per configuration: TOKENS (8…64, more are several tiles), ROW_TILES, ROW_WARPS, K_WARPS, STEP (64
-// or 128), STAGES and FP16 or bf16. Any n, any k that is a multiple of 32. Columns beyond k are filled with zeros
+// or 128), STAGES and FP16 or bf16; common.cuh comes first. Any n, any k that is a multiple of 32. Columns beyond k are filled with zeros
 // in x and the values; positions there, and rows beyond n, are those of other places, because the instruction
 // wants every position to be a valid one. Outputs beyond n or tokens are not written.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS;  // of W per block
 constexpr int TEAM = 32 * ROW_WARPS;              // threads that share a tile
@@ -37,8 +32,6 @@ constexpr int STAGE_BYTES = A_BYTES + X_BYTES + E_BYTES;
 constexpr int SUM_PITCH = ROWS + 4;               // floats; the 4 lanes of a quad then write to other banks
 constexpr int RUN = 256 / STEP;                   // tiles that a team takes one after another
 constexpr int BAND = 8;                           // row blocks that pass together over the tiles of tokens
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Copies that complete later. Values pass by the first cache; of x other blocks, and of the positions the next
 // tiles, want what is beside them.
@@ -105,25 +98,6 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const u32 (&a)[4], c
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(places),
         "n"(SELECTOR));
-}
-
-__device__ __forceinline__ u16 to_16_bit(float value) {
-  u16 out;
-#if FP16
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
-#endif
-  return out;
-}
-__device__ __forceinline__ float from_16_bit(u16 value) {
-#if FP16
-  float out;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value));
-  return out;
-#else
-  return __uint_as_float((u32)value << 16);
-#endif
 }
 
 // Where the 16-byte chunk of a row is kept: 8 rows that follow each other have it in 8 different bank groups.

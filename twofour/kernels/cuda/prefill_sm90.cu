@@ -10,8 +10,8 @@
 // * Two products of 32 columns stay in flight per warpgroup while the next two are issued; the positions of the
 //   next tile of W are fetched under the products of this one.
 // * Blocks stay (one a multiprocessor) and take tile after tile: while a tile's sums are rounded and written, the
-//   first stages of the next one arrive. Sums go from registers to y directly; an 8×8 transpose between lanes
-//   makes whole 32-byte sectors of them.
+//   first stages of the next one arrive. Each warp turns its sums from rows to tokens through a kilobyte of
+//   shared memory of its own (stmatrix transposes on the way), so that 16 bytes at a time leave for y.
 //
 // Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, A_STAGES, B_STAGES, E_STAGES, GATED (see decode_sm90.cu) and FP16 or
 // bf16; WGMMA(…) is generated, sm90.cuh comes first. n must be a multiple of 8, k of 128.
@@ -54,13 +54,21 @@ __device__ __forceinline__ u64 full_descriptor(u32 low) {
   return out;
 }
 
-__device__ __forceinline__ u32 transpose_8x8(u32 in) {
-  u32 out;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(in));
-  return out;
+// Four 8×8 matrices to shared memory, their columns as rows of 16 bytes at the addresses that the lanes give.
+__device__ __forceinline__ void store_transposed(u32 to, const u32 (&in)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(in[0]),
+               "r"(in[1]), "r"(in[2]), "r"(in[3])
+               : "memory");
 }
-__device__ __forceinline__ void store_8_bytes(u16* to, u32 first, u32 second) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(first), "r"(second) : "memory");
+__device__ __forceinline__ void load_16_bytes(u32 (&out)[4], u32 from) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void store_16_bytes(u16* to, const u32 (&in)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
+               : "memory");
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
@@ -75,6 +83,7 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   const char* e_tiles = shared + A_STAGES * A_BYTES + B_STAGES * B_STAGE;
   __shared__ alignas(8) u64 a_full[A_STAGES], a_empty[A_STAGES], b_full[B_STAGES], b_empty[B_STAGES];
   __shared__ alignas(8) u64 e_full[E_STAGES], e_empty[E_STAGES];
+  __shared__ alignas(16) char turning[4 * WARPGROUPS][2][512];  // two turns of a warp's sums
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, units = sets * tiles;
@@ -260,45 +269,58 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     release(&a_empty[a.before()]);
     release(&e_empty[e.before()]);
 
-    // A thread has the sums of its two rows for tokens 8j + 2·(lane % 4) and one more. Transposed, it has two
-    // neighbouring rows of token 8j + lane / 4; with its neighbour's, four: 8 bytes of y.
-    const bool odd_lane = lane & 1;
+    // A thread has the sums of its two rows for tokens 8j + 2·(lane % 4) and one more; y wants neighbouring rows
+    // of one token. Turn by turn of WIDE tokens: transpose into one of two buffers, and while the next turn's
+    // sums are rounded, the last one's are on their way back.
 #if GATED
+    constexpr int WIDE = 32;  // 8 rows of each: 16 bytes
     const int low_row = at.rows * (ROWS / 2) + 32 * group + 8 * (warp % 4) + lane / 4;
     const float low = bias && low_row < n ? from_16_bit(bias[low_row]) : 0.f;
     const float high = bias && low_row < n ? from_16_bit(bias[n + low_row]) : 0.f;
-    const int column = low_row - lane / 4 + 2 * (lane % 4 - odd_lane);
+    const int column = low_row - lane / 4, own_token = lane;
+    const u32 write_at = 16 * lane, read_at = 16 * lane;
+    auto round = [&](int token, u32(&out)[4]) {
 #pragma unroll
-    for (int j = 0; j < TOKENS / 8; j += 2) {
-      u32 part[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float* of = sum + 4 * (j + i);
-        part[i] = transpose_8x8(pack_two(activate(of[0] + low) * (of[2] + high), activate(of[1] + low) * (of[3] + high)));
+      for (int i = 0; i < 4; ++i) {
+        const float* of = sum + token / 2 + 4 * i;
+        out[i] = pack_two(activate(of[0] + low) * (of[2] + high), activate(of[1] + low) * (of[3] + high));
       }
-      const u32 keep = odd_lane ? part[1] : part[0];
-      const u32 got = __shfl_xor_sync(~0u, odd_lane ? part[0] : part[1], 1);
-      const int token = at.token + 8 * (j + odd_lane) + lane / 4;
-      if (token < tokens && column < n)
-        store_8_bytes(y + (long long)token * n + column, odd_lane ? got : keep, odd_lane ? keep : got);
-    }
+    };
 #else
+    constexpr int WIDE = 16;  // 16 rows of each: 32 bytes, whose halves change places so that banks do not clash
     const int low_row = at.rows * ROWS + row, high_row = low_row + 8;
     const float low = bias && low_row < n ? from_16_bit(bias[low_row]) : 0.f;
     const float high = bias && high_row < n ? from_16_bit(bias[high_row]) : 0.f;
-    const int column = low_row - lane / 4 + 8 * odd_lane + 2 * (lane % 4 - odd_lane);
+    const int column = low_row - lane / 4 + 8 * (lane % 2), own_token = lane / 2;
+    auto place = [](int token, int half) { return (u32)(32 * token + 16 * (half ^ (token / 4 & 1))); };
+    const u32 write_at = place(lane / 16 * 8 + lane % 8, lane / 8 % 2), read_at = place(own_token, lane % 2);
+    auto round = [&](int token, u32(&out)[4]) {
 #pragma unroll
-    for (int j = 0; j < TOKENS / 8; ++j) {
-      const float* of = sum + 4 * j;
-      const u32 upper = transpose_8x8(pack_two(of[0] + low, of[1] + low));
-      const u32 lower = transpose_8x8(pack_two(of[2] + high, of[3] + high));
-      const u32 keep = odd_lane ? lower : upper;
-      const u32 got = __shfl_xor_sync(~0u, odd_lane ? upper : lower, 1);
-      const int token = at.token + 8 * j + lane / 4;
-      if (token < tokens && column < n)
-        store_8_bytes(y + (long long)token * n + column, odd_lane ? got : keep, odd_lane ? keep : got);
-    }
+      for (int i = 0; i < 2; ++i) {
+        const float* of = sum + token / 2 + 4 * i;
+        out[2 * i] = pack_two(of[0] + low, of[1] + low);
+        out[2 * i + 1] = pack_two(of[2] + high, of[3] + high);
+      }
+    };
 #endif
+    const u32 turns = shared_address(turning[warp]);
+    u32 rounded[4], turned[4];
+    auto write_out = [&](int token) {
+      const int to = at.token + token + own_token;
+      if (to < tokens && column < n) store_16_bytes(y + (long long)to * n + column, turned);
+    };
+#pragma unroll
+    for (int token = 0; token < TOKENS; token += WIDE) {
+      const u32 turn = turns + token / WIDE % 2 * 512;
+      round(token, rounded);
+      store_transposed(turn + write_at, rounded);
+      if (!GATED && token) write_out(token - WIDE);
+      __syncwarp();
+      load_16_bytes(turned, turn + read_at);
+      if (GATED) write_out(token);  // the activation needs the registers
+    }
+    if (!GATED) write_out(TOKENS - WIDE);
+    __syncwarp();  // before the next tile's sums come here
   }
   if (CLUSTER > 1) {  // the other blocks still report to this one's barriers
     cluster_arrive();

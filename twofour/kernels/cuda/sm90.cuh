@@ -1,12 +1,6 @@
-// What the Hopper kernels share: barriers, the tensor copy engine, clusters, wgmma's descriptors, rounding.
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+// What the Hopper kernels share, after common.cuh: barriers, the tensor copy engine, clusters, wgmma's descriptors.
 
 struct alignas(64) TensorMap { char opaque[128]; };
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
@@ -71,25 +65,6 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
-__device__ __forceinline__ u16 to_16_bit(float value) {
-  u16 out;
-#if FP16
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
-#endif
-  return out;
-}
-__device__ __forceinline__ float from_16_bit(u16 value) {
-#if FP16
-  float out;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value));
-  return out;
-#else
-  return __uint_as_float((u32)value << 16);
-#endif
-}
-
 // Two neighbours in one word, the first in the low half.
 __device__ __forceinline__ u32 pack_two(float first, float second) {
   u32 out;
@@ -109,7 +84,7 @@ __device__ __forceinline__ float activate(float v) {
 #elif GATED == 2
   return 0.5f * v * (1.f + erff(v * 0.70710678f));
 #else
-  return 0.5f * v * (1.f + tanhf(0.79788456f * (v + 0.044715f * v * v * v)));
+  return v / (1.f + __expf(-1.59576912f * (v + 0.044715f * v * v * v)));  // (1 + tanh u) / 2 = 1 / (1 + e⁻²ᵘ)
 #endif
 }
 #endif
