@@ -44,6 +44,7 @@ test-gpu:
 
 bench-gpu:
 	PYTHONPATH=. python3 -m twofour.cli.main bench --shapes 8B --json > products.json
+	PYTHONPATH=. python3 -m twofour.cli.main bench --shapes 70B --json > products-70B.json
 	PYTHONPATH=. python3 -m twofour.cli.main bench --end-to-end --json > end-to-end.json
 
 bench-cpu: $(VENV)/installed

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from twofour.errors import InputError, TwoFourError
-from twofour.kernels import cusparselt
+from twofour.kernels import cusparselt, cusparselt_library
 from twofour.kernels.cusparselt import Algorithm, algorithms, plan_for, why_not
 
 CUDA = torch.device("cuda", 0)
@@ -59,7 +59,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch):
     fake = Library()
-    monkeypatch.setattr(cusparselt, "_load", lambda: fake)
+    monkeypatch.setattr(cusparselt, "load", lambda: fake)
     monkeypatch.setattr(cusparselt, "_handles", {})
     monkeypatch.setattr(cusparselt, "_workspaces", {})
     monkeypatch.setattr(cusparselt, "_plans", type(cusparselt._plans)())
@@ -79,8 +79,8 @@ def library(monkeypatch):
 def test_import_opens_nothing():
     code = (
         "import ctypes, torch; ctypes.CDLL = None\n"
-        "from twofour.kernels import cusparselt as c\n"
-        "assert c._open.cache_info().currsize == 0 and not c._handles"
+        "from twofour.kernels import cusparselt as c, cusparselt_library as l\n"
+        "assert l._open.cache_info().currsize == 0 and not c._handles"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -97,11 +97,11 @@ def test_why_not_says_what_is_missing(library, monkeypatch):
 
 def test_a_missing_library_is_told_with_the_places(library, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(cusparselt, "_SONAME", "libnothing-of-the-kind.so.0")
-    cusparselt._open.cache_clear()
+    monkeypatch.setattr(cusparselt_library, "_SONAME", "libnothing-of-the-kind.so.0")
+    cusparselt_library._open.cache_clear()
     with pytest.raises(TwoFourError, match=r"looked for libnothing.*torch/lib.*system's.*Install"):
-        cusparselt._load()
-    cusparselt._open.cache_clear()
+        cusparselt_library.load()
+    cusparselt_library._open.cache_clear()
 
 
 def test_a_plan_describes_the_product_without_transposes(library):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from twofour.io.stream import rewrite
 from twofour.io.structure import CheckpointLayers, checkpoint_layers
 from twofour.io.writer import CheckpointWriter
 from twofour.nn import Memory, convert_
+from twofour.nn.lowrank import lowrank_aside
 from twofour.packed import pack
 from twofour.progress import OnProgress, silent
 from twofour.select import require_layers, select
@@ -32,9 +33,12 @@ def pack_(
       (0): SparseLinear(in_features=64, out_features=32, bias=True, memory=auto)
     )
 
-    Either all of the layers are packed or, when one of them is not 2:4, none.
+    Either all of the layers are packed or, when one of them is not 2:4, none. Low-rank corrections go along.
     """
-    convert_(model, require_layers(select(model, include, exclude)).layers, memory)
+    with lowrank_aside(model) as corrected:
+        layers = require_layers(select(model, include, exclude)).layers
+        _require_packed(corrected, {layer.name for layer in layers})
+        convert_(model, layers, memory)
     if hasattr(model, "save_pretrained"):
         from twofour.io.huggingface import mark_packed  # imports transformers
 
@@ -62,12 +66,7 @@ def pack_checkpoint(
     layers = layers_to_pack(checkpoint, include, exclude)
     modules = {key.removesuffix(".weight"): layer.shape for key, layer in layers.by_tensor.items()}
     lowrank = lowrank_of(checkpoint)
-    if dropped := sorted(lowrank.keys() - modules.keys()):
-        raise InputError(
-            "it has a low-rank correction, which only a packed layer can carry.",
-            layer=dropped[0],
-            hint="Pack it too, or prune again without --lowrank.",
-        )
+    _require_packed(lowrank, modules.keys())
     stubs = stub(modules)
     step: dict[str, Any] = {}
 
@@ -104,6 +103,16 @@ def pack_checkpoint(
     options = {"layers": sorted(layers.by_tensor)}
     rewrite(checkpoint, out, convert, options, finish, resume=resume, on_progress=on_progress)
     return step
+
+
+def _require_packed(corrected: Iterable[str], packed: Set[str]) -> None:
+    """A packed checkpoint has no place for the correction of a layer that is not packed."""
+    if dropped := sorted(set(corrected) - packed):
+        raise InputError(
+            "it has a low-rank correction, which only a packed layer can carry.",
+            layer=dropped[0],
+            hint="Pack it too, or prune again without --lowrank.",
+        )
 
 
 def lowrank_of(checkpoint: Checkpoint) -> dict[str, int]:

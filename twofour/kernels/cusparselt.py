@@ -15,66 +15,40 @@ result is transposed in memory: x [tokens, k] row-major is handed over as such, 
 D column-major is exactly out [tokens, n] row-major. The library takes token counts that are multiples of 8.
 
 Nothing is loaded when this module is imported; the library is opened when a CUDA device first needs it.
-Tests put a stand-in for the library in the place of `_load`.
+Tests put a stand-in for the library in the place of `load`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
-import os
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from ctypes import byref, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import byref, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twofour.errors import InputError, TwoFourError
+from twofour.kernels.cusparselt_library import call, failure, load, opaque
 
 #: Rows of x that the library works on: pad x with rows up to a multiple of this.
 TOKEN_MULTIPLE = 8
 #: Plans kept; one is about 100 KiB of host memory.
 KEPT_PLANS = 512
-_ALIGNMENT = 256
 
-_SONAME = "libcusparseLt.so.0"
 _OLDEST = (0, 7)
-_OPAQUE_BYTES = 16384  # its opaque structures took 11 KiB once and take 512 bytes now
 _TYPES = {torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_16F, CUDA_R_16BF
 _COLUMN_MAJOR, _ROW_MAJOR = 1, 2
 _AS_IS, _TRANSPOSED = 0, 1
 _HALF_SPARSE, _COMPUTE_FLOAT32, _BIAS_POINTER = 0, 2, 8
 _CONFIG_ID, _CONFIG_MAX_ID, _SPLIT_K, _SPLIT_K_MODE = 0, 1, 3, 4
 _ONE_KERNEL, _TWO_KERNELS, _DATA_PARALLEL, _SPLIT, _STREAM_K = 1, 2, 4, 5, 6
-
-_LETTERS = {"p": c_void_p, "i": c_int, "u": c_uint32, "l": c_int64, "z": c_size_t}
-_PROTOTYPES = {
-    "Init": "p",
-    "GetProperty": "ip",
-    "DenseDescriptorInit": "ppllluii",
-    "StructuredDescriptorInit": "ppllluiii",
-    "MatDescriptorDestroy": "p",
-    "MatmulDescriptorInit": "ppiippppi",
-    "MatmulDescSetAttribute": "ppipz",
-    "MatmulAlgSelectionInit": "pppi",
-    "MatmulAlgSelectionDestroy": "p",
-    "MatmulAlgSetAttribute": "ppipz",
-    "MatmulAlgGetAttribute": "ppipz",
-    "MatmulPlanInit": "pppp",
-    "MatmulPlanDestroy": "p",
-    "MatmulGetWorkspace": "ppp",
-    "Matmul": "ppppppppppi",
-    "SpMMACompressedSize2": "pppp",
-    "SpMMACompress2": "ppiipppp",
-}
 
 
 @dataclass(frozen=True)
@@ -120,77 +94,10 @@ def _require(device: torch.device, dtype: torch.dtype, n: int, k: int) -> None:
 
 def version() -> tuple[int, ...]:
     """The version of the library: part of the key of whatever is measured with it."""
-    library, parts = _load(), [c_int() for _ in range(3)]
+    library, parts = load(), [c_int() for _ in range(3)]
     for which, part in enumerate(parts):
-        _call(library, "GetProperty", which, byref(part))
+        call(library, "GetProperty", which, byref(part))
     return tuple(part.value for part in parts)
-
-
-def _load() -> Any:
-    """The opened library. The seam for tests: they replace this function."""
-    library, places = _open()
-    if library is None:
-        raise TwoFourError(
-            f"cuSPARSELt was not found; looked for {_SONAME} in {', '.join(places)}.",
-            hint="Install a CUDA build of PyTorch, or nvidia-cusparselt-cu12 or -cu13 to match it.",
-        )
-    return library
-
-
-@functools.cache
-def _open() -> tuple[Any, list[str]]:
-    """The library, or None, and the places that were looked at."""
-    places = ["the running process"]
-    # A CUDA build of torch has it open already, and a second copy in one process serves nobody.
-    if hasattr(os, "RTLD_NOLOAD"):
-        with suppress(OSError):
-            return _declared(ctypes.CDLL(_SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)), places
-    here = Path(torch.__file__).parent
-    nvidia = importlib.util.find_spec("nvidia")
-    found = list(nvidia.submodule_search_locations or []) if nvidia else []
-    folders = [here / "lib"]
-    for root in (*map(Path, found), here.parent / "nvidia"):
-        folders += [root / "cusparselt/lib", root / "cusparselt/lib64", root / "cu13/lib"]
-        folders += sorted(file.parent for file in root.glob(f"*/lib*/{_SONAME}"))
-    for folder in dict.fromkeys(folders):
-        places.append(str(folder))
-        if (folder / _SONAME).exists():
-            try:
-                return _declared(ctypes.CDLL(str(folder / _SONAME))), places
-            except OSError as error:
-                places[-1] += f" (there, but: {error})"
-    places.append("the system's library path")
-    with suppress(OSError):
-        return _declared(ctypes.CDLL(_SONAME)), places
-    return None, places
-
-
-def _declared(library: Any) -> Any:
-    for name, letters in _PROTOTYPES.items():
-        if hasattr(library, f"cusparseLt{name}"):  # older versions lack some
-            getattr(library, f"cusparseLt{name}").argtypes = [_LETTERS[letter] for letter in letters]
-    if hasattr(library, "cusparseLtGetErrorName"):
-        library.cusparseLtGetErrorName.restype = ctypes.c_char_p
-    return library
-
-
-def _call(library: Any, name: str, *arguments: Any, hint: str | None = None) -> None:
-    status = getattr(library, f"cusparseLt{name}")(*arguments)
-    if status:
-        raise _failure(library, name, status, hint)
-
-
-def _failure(library: Any, name: str, status: int, hint: str | None = None) -> TwoFourError:
-    named = getattr(library, "cusparseLtGetErrorName", None)
-    text = named(status).decode() if named is not None else "see cusparseStatus_t"
-    more = "CUSPARSELT_LOG_LEVEL=5 in the environment makes the library say why."
-    return TwoFourError(f"cusparseLt{name} failed: {text} (status {status}).", hint=hint or more)
-
-
-def _opaque() -> Any:
-    """A zeroed structure for the library to fill, aligned beyond what it asks for (16 bytes)."""
-    room = (ctypes.c_uint8 * (_OPAQUE_BYTES + _ALIGNMENT))()
-    return (ctypes.c_uint8 * _OPAQUE_BYTES).from_buffer(room, -ctypes.addressof(room) % _ALIGNMENT)
 
 
 def _index(device: torch.device) -> int:
@@ -211,10 +118,10 @@ def _handle(library: Any, index: int) -> Any:
     """The library's context on a device: one for all threads, never destroyed (CUDA may be gone by then)."""
     with _lock:
         if index not in _handles:
-            handle = _opaque()
+            handle = opaque()
             with torch.cuda.device(index):
                 torch.cuda.current_stream()  # makes sure that torch has set the device up
-                _call(library, "Init", byref(handle))
+                call(library, "Init", byref(handle))
             _handles[index] = byref(handle)  # which keeps what it points to alive
         return _handles[index]
 
@@ -223,12 +130,12 @@ def _handle(library: Any, index: int) -> Any:
 def _structured(n: int, k: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     """Library, handle and descriptor of a sparse matrix, and the bytes it and its making take."""
     _require(device, dtype, n, k)
-    library = _load()
-    about = (_handle(library, _index(device)), byref(_opaque()))
-    _call(library, "StructuredDescriptorInit", *about, n, k, k, 16, _TYPES[dtype], _ROW_MAJOR, _HALF_SPARSE)
+    library = load()
+    about = (_handle(library, _index(device)), byref(opaque()))
+    call(library, "StructuredDescriptorInit", *about, n, k, k, 16, _TYPES[dtype], _ROW_MAJOR, _HALF_SPARSE)
     try:
         size, scratch = c_size_t(), c_size_t()
-        _call(library, "SpMMACompressedSize2", *about, byref(size), byref(scratch))
+        call(library, "SpMMACompressedSize2", *about, byref(size), byref(scratch))
         yield library, about, size.value, scratch.value
     finally:
         library.cusparseLtMatDescriptorDestroy(about[1])
@@ -258,7 +165,7 @@ def compress(dense: Tensor) -> Tensor:
         scratch = torch.empty(max(scratch_size, 1), dtype=torch.uint8, device=dense.device)
         pointers = (dense.data_ptr(), compressed.data_ptr(), scratch.data_ptr())
         stream = torch.cuda.current_stream().cuda_stream
-        _call(library, "SpMMACompress2", *about, 1, _AS_IS, *pointers, stream)
+        call(library, "SpMMACompress2", *about, 1, _AS_IS, *pointers, stream)
     return compressed
 
 
@@ -276,7 +183,7 @@ class Plan:
         bias_ptr: int | None = None,
     ) -> None:
         _require(device, dtype, n, k)
-        self.library = library = _load()
+        self.library = library = load()
         self.index = _index(device)
         handle = _handle(library, self.index)
         made: list[tuple[str, Any]] = []
@@ -284,8 +191,8 @@ class Plan:
         weakref.finalize(self, _destroy, library, made).atexit = False
 
         def make(name: str, *arguments: Any, undo: str = "", hint: str | None = None) -> Any:
-            structure = byref(_opaque())
-            _call(library, name, handle, structure, *arguments, hint=hint)
+            structure = byref(opaque())
+            call(library, name, handle, structure, *arguments, hint=hint)
             made.append((undo or name.replace("Init", "Destroy"), structure))
             return structure
 
@@ -301,17 +208,17 @@ class Plan:
             product = make("MatmulDescriptorInit", _AS_IS, _TRANSPOSED, a, b, c, c, _COMPUTE_FLOAT32)
             if bias_ptr is not None:
                 where = byref(c_void_p(bias_ptr))
-                _call(library, "MatmulDescSetAttribute", handle, product, _BIAS_POINTER, where, 8)
+                call(library, "MatmulDescSetAttribute", handle, product, _BIAS_POINTER, where, 8)
             choice = make("MatmulAlgSelectionInit", product, 0)
             top, size = c_int(), c_size_t()
-            _call(library, "MatmulAlgGetAttribute", handle, choice, _CONFIG_MAX_ID, byref(top), 4)
+            call(library, "MatmulAlgGetAttribute", handle, choice, _CONFIG_MAX_ID, byref(top), 4)
             settings = [(_CONFIG_ID, algorithm.id)]
             settings += [(_SPLIT_K, algorithm.split_k)] if algorithm.split_k != 1 else []
             settings += [(_SPLIT_K_MODE, algorithm.split_k_mode)] if algorithm.split_k_mode else []
             for attribute, value in settings:
-                _call(library, "MatmulAlgSetAttribute", handle, choice, attribute, byref(c_int(value)), 4)
+                call(library, "MatmulAlgSetAttribute", handle, choice, attribute, byref(c_int(value)), 4)
             plan = make("MatmulPlanInit", product, choice)
-            _call(library, "MatmulGetWorkspace", handle, plan, byref(size))
+            call(library, "MatmulGetWorkspace", handle, plan, byref(size))
         self.algorithm_count = top.value  # ids are 0 … count - 1
         self.workspace_bytes = size.value
         self._calls: dict[int, tuple[int | None, Any]] = {}
@@ -336,7 +243,7 @@ class Plan:
         y, w = out.data_ptr(), compressed.data_ptr()
         status = matmul(handle, plan, one, w, x.data_ptr(), zero, y, y, workspace, streams, 1)
         if status:
-            raise _failure(self.library, "Matmul", status)
+            raise failure(self.library, "Matmul", status)
         return None
 
     def _bind(self, stream: int) -> tuple[int | None, Any]:

@@ -8,6 +8,8 @@ subclass of what it was: it keeps its tensors under their names (`weight_values`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -22,6 +24,8 @@ from twofour.packed import packed_shapes
 from twofour.select import Layer, as_layer
 
 Module = TypeVar("Module", bound=nn.Module)
+
+_SIDES = ("lowrank_left", "lowrank_right")
 
 
 class LowRank(nn.Module):
@@ -69,11 +73,8 @@ def add_lowrank_(module: Module, left: Tensor, right: Tensor, name: str | None =
             layer=name,
         )
     like = next(p for p in module.parameters(recurse=False) if p.is_floating_point())
-    kind: Any = type(module)
-    module.__class__ = _class_for(kind)
-    for own, tensor in (("lowrank_left", left), ("lowrank_right", right)):
-        new = tensor.detach().to(like.device, like.dtype, copy=True).contiguous()
-        module.register_parameter(own, nn.Parameter(new))
+    new = (x.detach().to(like.device, like.dtype, copy=True).contiguous() for x in (left, right))
+    _put_on(module, [nn.Parameter(tensor) for tensor in new])
     return module
 
 
@@ -88,6 +89,27 @@ def empty_lowrank_(module: Module, rank: int, name: str | None = None) -> Module
 def lowrank_layers(model: nn.Module) -> dict[str, LowRank]:
     """The compensated layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LowRank)}
+
+
+@contextmanager
+def lowrank_aside(model: nn.Module) -> Iterator[list[str]]:
+    """The dense layers of a model as they are without their compensation, and the names of these layers.
+
+    While a model is packed its layers are plain ones; afterwards whatever stands in their places, packed or
+    not, has the same compensation.
+    """
+    taken: dict[str, list[nn.Parameter]] = {}
+    for name, module in lowrank_layers(model).items():
+        if not isinstance(module, PackedModule):
+            taken[name] = [getattr(module, side) for side in _SIDES]
+            for side in _SIDES:
+                delattr(module, side)
+            module.__class__ = type(module).__bases__[1]  # what `_class_for` was given
+    try:
+        yield list(taken)
+    finally:
+        for name, parameters in taken.items():
+            _put_on(model.get_submodule(name), parameters)
 
 
 @dataclass(frozen=True)
@@ -132,6 +154,13 @@ def _shape(module: nn.Module, name: str | None) -> tuple[int, ...]:
             hint="Only linear layers can; leave it out.",
         )
     return layer.shape
+
+
+def _put_on(module: nn.Module, parameters: list[nn.Parameter]) -> None:
+    kind: Any = type(module)
+    module.__class__ = _class_for(kind)
+    for side, parameter in zip(_SIDES, parameters, strict=True):
+        module.register_parameter(side, parameter)
 
 
 @cache
