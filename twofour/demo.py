@@ -27,6 +27,7 @@ from twofour.io.checkpoint import Checkpoint
 from twofour.io.load import load_causal_lm
 from twofour.io.pack import pack_checkpoint
 from twofour.io.prune import prune_checkpoint
+from twofour.io.prune_calibrated import CalibrationOptions
 from twofour.progress import OnProgress
 
 PROMPT = "The capital of France is"
@@ -59,9 +60,7 @@ def run(
                 "prune_seconds",
                 lambda: prune_checkpoint(
                     *(dense, pruned, method),
-                    calib=calibration,
-                    samples=SAMPLES,
-                    seqlen=SEQLEN,
+                    calibration=CalibrationOptions(calibration, SAMPLES, SEQLEN),
                     resume=True,
                     on_progress=on_progress,
                 ),

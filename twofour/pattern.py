@@ -22,8 +22,10 @@ from torch import Tensor
 
 from twofour.errors import InputError
 
-#: Elements worked on at a time, so that temporaries stay in the cache and small beside the matrix.
+#: Elements worked on at a time: on a CPU temporaries stay in its cache, on a GPU launches are few; on both
+#: they are small beside the matrix.
 CHUNK = 1 << 19
+CHUNK_ON_GPU = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def keep_best(score: Tensor, n: int = 2, m: int = 4) -> Tensor:
         raise InputError("a scalar has no groups: expected at least one dimension.")
     rows = score.detach().reshape(math.prod(score.shape[:-1]), score.shape[-1])
     keep = torch.empty(rows.shape, dtype=torch.bool, device=score.device)
-    step = max(1, CHUNK // max(rows.shape[1], 1))
+    step = max(1, (CHUNK_ON_GPU if score.is_cuda else CHUNK) // max(rows.shape[1], 1))
     for start in range(0, rows.shape[0], step):
         keep[start : start + step] = _keep_best_rows(rows[start : start + step], n, m)
     return keep.reshape(score.shape)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from twofour.calibrate.blocks import find_blocks, run_blocks
+from twofour.calibrate.blocks import InModel, find_blocks, run_blocks
 from twofour.calibrate.statistics import Gram
 from twofour.calibrate.windows import sample_windows
 from twofour.errors import InputError
@@ -248,3 +248,69 @@ def test_experts_count_only_the_tokens_they_get():
     by_weight = before[2].where(keep_best(before[2].abs()), 0)
     torch.testing.assert_close(model.blocks[0].experts[2].weight.detach(), by_weight)
     assert all(check_pattern(e.weight.detach()).legal for e in model.blocks[0].experts)
+
+
+class Biased(nn.Module):
+    """A block that is called with more than its states: something of its batch, and something for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+
+    def forward(self, states, of_batch, *, scale):
+        return self.linear(states + of_batch) * scale[0]
+
+
+class WithArguments(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(128, 16)
+        self.layers = nn.ModuleList(Biased() for _ in range(2))
+
+    def forward(self, tokens, use_cache=False):
+        states, of_batch = self.embedding(tokens), self.embedding(tokens.flip(1)) / 2
+        for layer in self.layers:
+            states = layer(states, of_batch, scale=(torch.full((1, 1, 16), 0.5), "unused"))
+        return states
+
+
+def test_what_is_passed_beside_the_states_is_that_of_the_batch_and_kept_once_if_it_is_the_same():
+    torch.manual_seed(0)
+    model = WithArguments()
+    layers = select(model).layers
+    expected = inputs_of(model, [layer.name for layer in layers])
+    seen, calls = {}, []
+
+    def look(block):
+        seen.update(block.grams)
+        calls[:] = block.calls
+
+    run_blocks(model, layers, WINDOWS, look, batch=2)
+    for layer, gram in seen.items():
+        x = expected[layer.name]
+        torch.testing.assert_close(gram.mean, x.t() @ x / len(x), rtol=1e-4, atol=1e-5)
+    assert len(calls) == 3
+    same = WINDOWS[:1].expand(6, -1)  # now all batches are the same
+    run_blocks(model, layers, same, look, batch=2)
+    assert len({id(call.rest[0]) for call in calls}) == 1
+    assert len({call.states.data_ptr() for call in calls}) == 3
+
+
+def test_a_block_comes_and_goes_with_its_weights(model):
+    """Whoever has the weights is asked for them before the block runs, and told when it is done."""
+    log = []
+
+    class Logged(InModel):
+        def bring(self, number, block, device):
+            log.append(("bring", number))
+            super().bring(number, block, device)
+
+        def release(self, number, block):
+            log.append(("release", number))
+            super().release(number, block)
+
+    layers = select(model).layers
+    run_blocks(
+        *(model, layers, WINDOWS, lambda block: log.append(("change", block.number))), weights=Logged()
+    )
+    assert log == [(what, number) for number in (0, 1) for what in ("bring", "change", "release")]

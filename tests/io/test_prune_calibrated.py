@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from twofour.io.check import check
 from twofour.io.prune import prune_checkpoint
+from twofour.io.prune_calibrated import CalibrationOptions
 
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen jugs. " * 40
 METHODS = ["wanda", "ria", "sparsegpt", "admm", "best"]
@@ -23,7 +24,7 @@ def text(tmp_path):
 
 
 def options(text):
-    return {"calib": text, "samples": 24, "seqlen": 32}
+    return {"calibration": CalibrationOptions(text, samples=24, seqlen=32)}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -33,6 +34,9 @@ def test_every_method_gives_a_sound_checkpoint(twofour, dense, text, tmp_path, m
     assert ran.status == 0, ran.err
     assert len(ran.json["layers"]) == 14
     assert ran.json["options"]["method"] == method
+    recorded = {"calib": str(text), "samples": 24, "seqlen": 32, "seed": 0}
+    assert ran.json["options"].items() >= recorded.items()
+    assert "lowrank" not in ran.json["options"]
     assert all(0 < layer["output_error"] < 1 for layer in ran.json["layers"].values())
     assert check(tmp_path / "out").ok
     assert twofour("pack", tmp_path / "out", tmp_path / "packed").status == 0
@@ -210,6 +214,7 @@ def test_a_low_rank_correction_goes_along_to_the_packed_model(twofour, dense, te
     rest = ["--method", "sparsegpt", "--calib", text, "--samples", 24, "--seqlen", 32]
     ran = twofour("prune", dense, tmp_path / "out", *rest, "--lowrank", 4, "--json")
     assert ran.status == 0, ran.err
+    assert ran.json["options"]["lowrank"] == 4
     assert all(x["lowrank_output_error"] < x["output_error"] for x in ran.json["layers"].values())
     assert all(x["lowrank_bytes"] > 0 for x in ran.json["layers"].values())
     packed = tmp_path / "packed"
@@ -226,3 +231,13 @@ def test_a_low_rank_correction_goes_along_to_the_packed_model(twofour, dense, te
     ran = twofour("pack", tmp_path / "out", tmp_path / "less", "--exclude", "model.layers.0.mlp.up_proj")
     assert ran.status == 2
     assert "low-rank correction" in ran.err
+
+
+def test_a_low_rank_correction_without_inputs_is_refused(twofour, dense, text, tmp_path):
+    ran = twofour("prune", dense, tmp_path / "out", "--lowrank", 4)
+    assert ran.status == 2
+    assert "--calib" in ran.err
+    ran = twofour("prune", dense, tmp_path / "out", "--lowrank", 4, "--method", "magnitude", "--calib", text)
+    assert ran.status == 2
+    assert "magnitude does not look at any" in ran.err
+    assert not list(tmp_path.glob("*out*"))

@@ -4,8 +4,8 @@ The first block's inputs are caught by running the model up to it. Then, for one
 windows pass through it while the inputs of its layers are summed up as Gram matrices; the caller changes
 the block; all windows pass through it again, and what comes out is the input of the next. So every layer is
 pruned on what the pruned layers before it really give. Only one block has to be on the device; the states
-between blocks stay on the CPU. Layers that get the very same input (q, k and v; gate and up) share one Gram
-matrix.
+between blocks stay there too while they take a small part of its memory, and on the CPU otherwise (`Shelf`).
+Layers that get the very same input (q, k and v; gate and up) share one Gram matrix.
 
 A caller that tunes a block needs to know what it should give, and there are two answers: what the dense
 block gives for the inputs that it now gets, or what the dense model has at this depth, with everything that
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class Call:
         self, block: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None
     ) -> Tensor:
         """What the block gives for it. With `dtype`, all that is floating point is converted first."""
-        states, rest, named = _to((self.states, self.rest, self.named), device, dtype)
+        states, rest, named = to_device((self.states, self.rest, self.named), device, dtype)
         out = block(states, *rest, **named)
         return out if isinstance(out, Tensor) else out[0]
 
@@ -74,8 +74,60 @@ class Block:
     device: torch.device
 
 
+#: Share of a GPU's free memory that the states of all windows may take; otherwise they are kept on the CPU.
+RESIDENT_SHARE = 0.25
+
 #: Called for each block that has chosen layers; changes its weights.
 Change = Callable[[Block], object]
+
+
+class Weights(Protocol):
+    """Who has the weights of the blocks, and puts those of one on the device for its turn."""
+
+    def bring(self, number: int, block: nn.Module, device: torch.device) -> None:
+        """The block's parameters and buffers are on the device after this."""
+
+    def release(self, number: int, block: nn.Module) -> None:
+        """The block will not run again."""
+
+
+class InModel:
+    """The weights of a model that is in memory: each block goes to the device and back."""
+
+    def __init__(self) -> None:
+        self._home = torch.device("cpu")
+
+    def bring(self, number: int, block: nn.Module, device: torch.device) -> None:
+        self._home = next((parameter.device for parameter in block.parameters()), device)
+        block.to(device)
+
+    def release(self, number: int, block: nn.Module) -> None:
+        block.to(self._home)
+
+
+class Shelf:
+    """Where the states of all windows are between two blocks.
+
+    On the block's device, if all that is to be kept takes no more than a share of its free memory. Otherwise
+    on the CPU, in memory that a GPU reads and writes by itself: copies then wait in the same queue as the
+    work of the blocks, and nobody waits for them until `settle`. Which of the two it is changes no bits.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.device = device
+        self.resident = device.type != "cuda" or nbytes < RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
+
+    def put(self, states: Tensor) -> Tensor:
+        """The states where they are to be kept."""
+        if self.resident:
+            return states.to(self.device)
+        kept = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
+        return kept.copy_(states, non_blocking=True)
+
+    def settle(self) -> None:
+        """After this the CPU, too, may read what was put away."""
+        if not self.resident:
+            torch.cuda.synchronize(self.device)
 
 
 def find_blocks(model: nn.Module, layers: Sequence[Layer]) -> tuple[str, nn.ModuleList]:
@@ -107,13 +159,14 @@ def run_blocks(
     follow: float | None = None,
     finished: int = 0,
     restore: Callable[[int], None] | None = None,
+    weights: Weights | None = None,
     on_progress: OnProgress = silent,
 ) -> None:
     """Pass the windows [samples, length] through the model, changing block after block.
 
     The first `finished` blocks were changed in an earlier run: `restore` puts the new weights of one back,
     after what the old ones give was seen, and the windows only pass through. Blocks get targets if there is
-    a `follow`, from 0 (the block) to 1 (the model).
+    a `follow`, from 0 (the block) to 1 (the model). `weights` brings those of a block that are not in memory.
     """
     name, blocks = find_blocks(model, layers)
     outside = [layer.name for layer in layers if not layer.name.startswith(f"{name}.")]
@@ -124,23 +177,32 @@ def run_blocks(
             hint="Leave them out with --exclude.",
         )
     device = torch.device(device)
+    weights = weights or InModel()
     with evaluating(model):
         calls = _catch(model, blocks[0], parallel.share_of(windows), batch)
+        copies = (
+            1 + bool(follow) + (follow is not None)
+        )  # for each window: its own, the dense model's, targets
+        shelf = Shelf(device, copies * sum(call.states.nbytes for call in calls))
+        for call in calls:
+            call.states = shelf.put(call.states)
+        shelf.settle()
+        _share_and_move(calls, shelf)
         dense = [call.states for call in calls] if follow else []
         for number, block in enumerate(blocks):
             prefix = f"{name}.{number}."
             own = [layer for layer in layers if layer.name.startswith(prefix)]
-            home = next((parameter.device for parameter in block.parameters()), device)
-            block.to(device)
+            weights.bring(number, block, device)
             todo = bool(own) and number >= finished
             targets: list[Tensor] = []
             grams: dict[Layer, Gram] = {}
             if todo:
                 of_block = targets if follow is not None and follow < 1 else None
-                grams = _observe(block, own, prefix, calls, device, of_block)
+                grams = observe(block, own, prefix, calls, shelf, of_block)
             if follow:
                 for i, call in enumerate(calls):
-                    dense[i] = Call(dense[i], call.rest, call.named).through(block, device).cpu()
+                    dense[i] = shelf.put(Call(dense[i], call.rest, call.named).through(block, device))
+                shelf.settle()
                 if follow == 1:
                     targets = list(dense)
                 else:
@@ -153,9 +215,8 @@ def run_blocks(
                 change(Block(number, prefix[:-1], block, own, grams, calls, targets, device))
                 del grams  # gigabytes, in a large model
             if number + 1 < len(blocks):
-                for call in calls:
-                    call.states = call.through(block, device).cpu()
-            block.to(home)
+                pass_through(block, calls, shelf)
+            weights.release(number, block)
             on_progress(number + 1, len(blocks), f"block {number}")
 
 
@@ -165,10 +226,10 @@ def _catch(model: nn.Module, first: nn.Module, windows: Tensor, batch: int) -> l
 
     def catch(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if args:
-            calls.append(Call(args[0].cpu(), args[1:], dict(named)))
+            calls.append(Call(args[0], args[1:], dict(named)))
         else:
             rest = {key: value for key, value in named.items() if key != "hidden_states"}
-            calls.append(Call(named["hidden_states"].cpu(), (), rest))
+            calls.append(Call(named["hidden_states"], (), rest))
         raise _Caught
 
     hook = first.register_forward_pre_hook(catch, with_kwargs=True)
@@ -183,12 +244,33 @@ def _catch(model: nn.Module, first: nn.Module, windows: Tensor, batch: int) -> l
     return calls
 
 
-def _observe(
+def _share_and_move(calls: list[Call], shelf: Shelf) -> None:
+    """Keep what is passed beside the states (masks, positions) once where it is the same for all windows.
+
+    On the device, then. What differs from batch to batch goes where the states are.
+    """
+    beside = calls[0].rest, calls[0].named
+    moved = to_device(beside, shelf.device)
+    for call in calls:
+        if _equal((call.rest, call.named), beside):
+            call.rest, call.named = moved
+        elif shelf.resident:
+            call.rest, call.named = to_device((call.rest, call.named), shelf.device)
+
+
+def pass_through(block: nn.Module, calls: list[Call], shelf: Shelf) -> None:
+    """The states of all windows become what the block gives for them."""
+    for call in calls:
+        call.states = shelf.put(call.through(block, shelf.device))
+    shelf.settle()
+
+
+def observe(
     block: nn.Module,
     layers: list[Layer],
     prefix: str,
     calls: list[Call],
-    device: torch.device,
+    shelf: Shelf,
     outputs: list[Tensor] | None = None,
 ) -> dict[Layer, Gram]:
     """One pass over all windows: the statistics of every layer's input, shared where the input is.
@@ -206,14 +288,17 @@ def _observe(
     try:
         for call in calls:
             seen.clear()
-            out = call.through(block, device)
+            out = call.through(block, shelf.device)
             if outputs is not None:
-                outputs.append(out.cpu())
+                outputs.append(shelf.put(out))
             for layer, x in seen:
                 if layer not in owner:  # the same tensor, not merely equal ones
                     owner[layer] = next(other for other, its in seen if its is x)
                 if owner[layer] is layer:
-                    grams.setdefault(layer, Gram(layer.shape[1], device)).add(x)
+                    if layer not in grams:
+                        grams[layer] = Gram(layer.shape[1], shelf.device)
+                    grams[layer].add(x)
+        shelf.settle()
     finally:
         for hook in hooks:
             hook.remove()
@@ -221,19 +306,68 @@ def _observe(
         owner = {**others, **owner}
     for layer in layers:
         own = owner.setdefault(layer, layer)
-        grams.setdefault(own, Gram(own.shape[1], device))
-    for layer in layers:  # in the same order in every process
-        if owner[layer] == layer:
-            grams[layer].share()
+        if own not in grams:
+            grams[own] = Gram(own.shape[1], shelf.device)
+    own_grams = {layer: grams[layer] for layer in layers if owner[layer] == layer}
+    for gram in own_grams.values():  # in the same order in every process
+        gram.share()
+    passed = parallel.sum_(torch.tensor(sum(call.states[..., 0].numel() for call in calls)))
+    _let_experts_lean(block, prefix, own_grams, int(passed))
     return {layer: grams[owner[layer]] for layer in layers}
 
 
-def _to(thing: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
+def _let_experts_lean(block: nn.Module, prefix: str, grams: dict[Layer, Gram], passed: int) -> None:
+    """Experts that were sent few of the tokens lean on what all experts of their list were sent.
+
+    Experts are alike but for their number in a list of modules, and see fewer tokens than passed the block.
+    One that saw none is left alone: it is reported, and goes by its weights.
+    """
+    lists = {name for name, module in block.named_modules() if isinstance(module, nn.ModuleList)}
+
+    def without_numbers(name: str) -> tuple[str, ...]:
+        parts = name.removeprefix(prefix).split(".")
+        return tuple("*" if ".".join(parts[:i]) in lists else part for i, part in enumerate(parts))
+
+    alike: dict[tuple[tuple[str, ...], int], list[Gram]] = {}
+    for layer, gram in grams.items():
+        alike.setdefault((without_numbers(layer.name), len(gram.mean)), []).append(gram)
+    for (_, columns), experts in alike.items():
+        short = [gram for gram in experts if 0 < gram.tokens < min(columns, passed)]
+        if short and len(experts) > 1:
+            total = sum(gram.tokens for gram in experts)
+            pooled = torch.zeros_like(short[0].mean)
+            for gram in experts:
+                pooled.add_(gram.mean, alpha=gram.tokens / total)
+            for gram in short:
+                gram.lean_on(pooled)
+
+
+def to_device(thing: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
     """Tensors inside tuples, lists and dictionaries moved to a device; floating-point ones to a dtype."""
     if isinstance(thing, Tensor):
-        return thing.to(device, dtype if thing.is_floating_point() else None)
+        # Towards a GPU without waiting: what uses it there waits in the same queue.
+        return thing.to(
+            device,
+            dtype if thing.is_floating_point() else None,
+            non_blocking=torch.device(device).type == "cuda",
+        )
     if isinstance(thing, tuple | list):
-        return type(thing)(_to(part, device, dtype) for part in thing)
+        return type(thing)(to_device(part, device, dtype) for part in thing)
     if isinstance(thing, dict):
-        return {key: _to(value, device, dtype) for key, value in thing.items()}
+        return {key: to_device(value, device, dtype) for key, value in thing.items()}
     return thing
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two arguments are the same, as far as can be told: tensors by their values."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and torch.equal(a, b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
+    return isinstance(a, bool | int | float | str) and a == b

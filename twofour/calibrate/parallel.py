@@ -23,8 +23,16 @@ def active() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def rank() -> int:
+    return dist.get_rank() if active() else 0
+
+
+def processes() -> int:
+    return dist.get_world_size() if active() else 1
+
+
 def is_first() -> bool:
-    return not active() or dist.get_rank() == 0
+    return rank() == 0
 
 
 @contextmanager

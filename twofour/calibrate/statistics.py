@@ -17,6 +17,9 @@ from twofour.calibrate import parallel
 
 Derived = TypeVar("Derived")
 
+#: Rows of a Gram matrix that are made at a time where it cannot be added to in place.
+STRIP = 4096
+
 
 class Gram:
     """Running mean of x·xᵀ in float32 over tokens."""
@@ -28,12 +31,20 @@ class Gram:
 
     def add(self, x: Tensor) -> None:
         """Count inputs [..., columns] in."""
-        flat = x.detach().reshape(-1, x.shape[-1]).float()
+        flat = x.detach().reshape(-1, x.shape[-1])
         if not flat.shape[0]:
             return
         total = self.tokens + flat.shape[0]
-        # mean ← mean·(old/total) + xᵀx/total, in place: the matrix may be a gigabyte.
-        self.mean.addmm_(flat.t(), flat, beta=self.tokens / total, alpha=1 / total)
+        # mean ← mean·(old/total) + xᵀx/total, in place: the matrix may be gigabytes.
+        old, new = self.tokens / total, 1 / total
+        if flat.is_cuda and flat.dtype in (torch.bfloat16, torch.float16):
+            # Tensor cores multiply 16-bit numbers exactly and add up in float32: the same sum as after
+            # widening, many times as fast. In strips, because the product is a matrix of its own.
+            for strip, part in zip(self.mean.split(STRIP), flat.split(STRIP, 1), strict=True):
+                strip.mul_(old).add_(torch.mm(part.t(), flat, out_dtype=torch.float32), alpha=new)
+        else:
+            flat = flat.float()
+            self.mean.addmm_(flat.t(), flat, beta=old, alpha=new)
         self.tokens = total
         self._derived.clear()
 
@@ -45,6 +56,18 @@ class Gram:
         self.mean.mul_(self.tokens / max(int(seen), 1))
         parallel.sum_(self.mean)
         self.tokens = int(seen)
+        self._derived.clear()
+
+    def lean_on(self, others: Tensor) -> None:
+        """With fewer tokens than columns, fill up with what `others` look like (the mean of their x·xᵀ).
+
+        A Gram matrix of few tokens says of most directions that nothing ever comes from there, so a weight
+        update takes them as free, and the next text shows that they are not. Others that read the same
+        stream are a better guess at them than none. As many are counted in as tokens are missing, so the
+        more an expert saw the less it leans, and with as many tokens as columns it stands by itself.
+        """
+        own = min(1.0, self.tokens / self.mean.shape[0])
+        self.mean.lerp_(others, 1 - own)
         self._derived.clear()
 
     def derived(self, key: Hashable, make: Callable[[], Derived]) -> Derived:

@@ -1,4 +1,4 @@
-"""Calibration text as windows of tokens of one length."""
+"""Text as windows of tokens of one length."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from torch import Tensor
 from twofour.errors import InputError
 
 
+def token_stream(tokenizer: Any, documents: Sequence[str]) -> Tensor:
+    """The tokens of the documents, laid end to end with BOS before each."""
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    stream: list[int] = []
+    for document in documents:
+        # verbose=False: it would warn that the document is longer than the model's context.
+        stream += bos + tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(stream, dtype=torch.long)
+
+
 def sample_windows(
     tokenizer: Any, documents: Sequence[str], samples: int, length: int, seed: int = 0
 ) -> Tensor:
@@ -18,17 +28,12 @@ def sample_windows(
 
     Packed, not padded: every token of every window is real text.
     """
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    stream: list[int] = []
-    for document in documents:
-        # verbose=False: it would warn that the document is longer than the model's context.
-        stream += bos + tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-    if len(stream) < length:
+    tokens = token_stream(tokenizer, documents)
+    if len(tokens) < length:
         raise InputError(
-            f"the calibration text has {len(stream)} tokens, less than one window of {length}.",
+            f"the calibration text has {len(tokens)} tokens, less than one window of {length}.",
             hint="Give more text, or a smaller --seqlen.",
         )
     random = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(stream) - length + 1, (samples,), generator=random)
-    tokens = torch.tensor(stream)
+    starts = torch.randint(0, len(tokens) - length + 1, (samples,), generator=random)
     return torch.stack([tokens[start : start + length] for start in starts.tolist()])

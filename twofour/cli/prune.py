@@ -18,6 +18,7 @@ from twofour.cli.output import (
     quiet_libraries,
     say,
 )
+from twofour.errors import InputError
 from twofour.progress import silent
 
 EXAMPLE = "Example: [bold]twofour prune ./Llama-3-8B ./Llama-3-8B-24[/]"
@@ -57,17 +58,16 @@ def command(
     """Keep at most two of every four neighbouring weights of each eligible layer."""
     from twofour.calibrate import parallel
     from twofour.io.prune import prune_checkpoint
+    from twofour.io.prune_calibrated import CalibrationOptions
 
+    if lowrank and calib is None:
+        raise InputError("--lowrank fits a correction to text.", hint="Give text with --calib FILE.")
     quiet_libraries()
     with parallel.group_of_torchrun(), progress("pruning") as on_progress:
         first = parallel.is_first()
         step = prune_checkpoint(
             *(model, out, method, include or (), exclude or ()),
-            calib=calib,
-            samples=samples,
-            seqlen=seqlen,
-            seed=seed,
-            lowrank=lowrank,
+            calibration=CalibrationOptions(calib, samples, seqlen, seed, lowrank) if calib else None,
             resume=resume,
             on_progress=on_progress if first else silent,
         )

@@ -13,7 +13,7 @@ from twofour.calibrate import parallel
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.format import is_packed
-from twofour.io.prune_calibrated import prune_blocks, pruned_weights, read_pruned
+from twofour.io.prune_calibrated import CalibrationOptions, prune_blocks, pruned_weights, read_pruned
 from twofour.io.record import add_step
 from twofour.io.stream import rewrite
 from twofour.io.structure import checkpoint_layers
@@ -29,21 +29,17 @@ def prune_checkpoint(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     *,
-    calib: str | Path | None = None,
-    samples: int = 128,
-    seqlen: int | None = None,
-    seed: int = 0,
-    lowrank: int = 0,
+    calibration: CalibrationOptions | None = None,
     resume: bool = False,
     on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
     """Write a pruned copy of a dense checkpoint, still in dense form, and return the record of the step.
 
     A method that looks only at the weights streams tensor by tensor. One that looks at the inputs of the
-    layers runs the model block by block over `samples` windows of `seqlen` tokens of the text `calib`.
+    layers runs the model block by block over the text of `calibration`.
     Without `method` it is `best` where there is text and `magnitude` where there is none.
     """
-    chosen = chosen_method(method, has_text=calib is not None)
+    chosen = chosen_method(method, has_text=calibration is not None)
     checkpoint = Checkpoint(source)
     require_new(Path(out))
     if is_packed(checkpoint.config):
@@ -53,14 +49,12 @@ def prune_checkpoint(
     layers = checkpoint_layers(checkpoint, include, exclude)
     options: dict[str, Any] = options_of(chosen)
     if chosen.needs_inputs:
-        if calib is None:
+        if calibration is None:
             raise InputError(
                 f"{chosen.name} looks at the inputs of the layers.", hint="Give text with --calib FILE."
             )
-        options |= {"calib": str(calib), "samples": samples, "seqlen": seqlen, "seed": seed}
-        if lowrank:
-            options["lowrank"] = lowrank
-    elif lowrank:
+        options |= calibration.as_recorded()
+    elif calibration is not None and calibration.lowrank:
         raise InputError(f"low-rank compensation needs inputs, and {chosen.name} does not look at any.")
     described = {**options, "layers": sorted(layers.by_tensor)}
     step: dict[str, Any] = {}
@@ -74,7 +68,7 @@ def prune_checkpoint(
         )
         writer.finish(checkpoint.config, add_step(checkpoint.record, step), copy_from=checkpoint.directory)
 
-    if not chosen.needs_inputs:
+    if calibration is None or not chosen.needs_inputs:
 
         def convert(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
             layer = layers.by_tensor.get(name)
@@ -88,16 +82,10 @@ def prune_checkpoint(
         parallel.wait()
         return step
 
-    assert calib is not None
     work = Path(out).absolute().parent / f".{Path(out).absolute().name}.blocks"
     try:
         prune_blocks(
-            *(checkpoint, layers, chosen, work, described),
-            calib=calib,
-            samples=samples,
-            seqlen=seqlen,
-            seed=seed,
-            lowrank=lowrank,
+            *(checkpoint, layers, chosen, work, described, calibration),
             resume=resume,
             on_progress=on_progress,
         )

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from twofour.calibrate.written import write_windows
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.load import load_causal_lm
+from twofour.io.streamed import DTYPES, open_streamed
 from twofour.io.structure import CheckpointLayers, name_variants
 from twofour.nn.lowrank import LowRank, add_lowrank_, lowrank_cost
 from twofour.progress import OnProgress, silent
@@ -38,15 +40,33 @@ from twofour.prune.hessian import relative_output_error
 from twofour.prune.lowrank import compensate
 from twofour.select import Layer
 
-#: Floating-point dtypes that a checkpoint may hold and a model can be calibrated in.
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 #: Above this a model is calibrated in the dtype of its checkpoint rather than in float32.
 FLOAT32_UP_TO = 8 << 30
 
-
 #: In place of a file: the model writes its calibration text itself.
 SELF = "self"
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationOptions:
+    """What a checkpoint is calibrated on: `samples` windows of `seqlen` tokens of the text `calib`.
+
+    `seqlen` None is what the model takes, at most 2048. `lowrank` is the rank of the correction that is
+    fitted to the same inputs and kept beside each weight; 0 is none.
+    """
+
+    calib: str | Path
+    samples: int = 128
+    seqlen: int | None = None
+    seed: int = 0
+    lowrank: int = 0
+
+    def as_recorded(self) -> dict[str, Any]:
+        """As it stands in the record of the step. A correction is named only where there is one."""
+        recorded = {**dataclasses.asdict(self), "calib": str(self.calib)}
+        if not self.lowrank:
+            del recorded["lowrank"]
+        return recorded
 
 
 def prune_blocks(
@@ -55,28 +75,32 @@ def prune_blocks(
     method: Method,
     work: Path,
     options: dict[str, Any],
+    calibration: CalibrationOptions,
     *,
-    calib: str | Path,
-    samples: int,
-    seqlen: int | None,
-    seed: int,
     resume: bool,
-    lowrank: int = 0,
     on_progress: OnProgress = silent,
 ) -> None:
     """Leave the pruned weights of every block in `work`, with notes about each."""
-    documents = None if str(calib) == SELF else read_documents(calib)
+    documents = None if str(calibration.calib) == SELF else read_documents(calibration.calib)
     finished = parallel.of_first(_finished(work, options) if resume else 0)
     if not finished and parallel.is_first():
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         (work / "options.json").write_text(json.dumps(options))
     wide = 2 * checkpoint.nbytes <= FLOAT32_UP_TO
-    model, tokenizer = load_causal_lm(
-        checkpoint.directory, device="cpu", dtype=torch.float32 if wide else "auto"
-    )
+    dtype = torch.float32 if wide else None
+    # To write text the whole model has to run; otherwise a block at a time is enough.
+    streamed = None
+    if documents is not None:
+        streamed = open_streamed(checkpoint, list(layers.by_tensor.values()), dtype)
+    if streamed is not None:
+        model, tokenizer, weights = streamed
+    else:
+        model, tokenizer = load_causal_lm(checkpoint.directory, device="cpu", dtype=dtype or "auto")
+        weights = None
     longest = model.config.get_text_config().max_position_embeddings
-    length = min(seqlen or 2048, longest)
+    samples, seed = calibration.samples, calibration.seed
+    length = min(calibration.seqlen or 2048, longest)
     if documents is None:
         windows = write_windows(model, tokenizer, samples, length, seed, on_progress)
     else:
@@ -97,12 +121,12 @@ def prune_blocks(
                     add_lowrank_(model.get_submodule(name), opened.get_tensor(key), right, name)
 
     def compensation(layer: Layer, before: Tensor, after: Tensor, gram: Gram) -> dict[str, float]:
-        if not lowrank or layer.kind == "conv2d":
+        if not calibration.lowrank or layer.kind == "conv2d":
             return {}
         dtype = checkpoint_dtype(checkpoint, keys[f"{layer.name}.weight"])
         dense, pruned = layer.to_matrix(before), layer.to_matrix(after)
         # Rounded as it will be on disk: the next block, and a resumed run, see the same.
-        left, right = (x.to(dtype) for x in compensate(dense, pruned, gram, lowrank, layer.name))
+        left, right = (x.to(dtype) for x in compensate(dense, pruned, gram, calibration.lowrank, layer.name))
         add_lowrank_(model.get_submodule(layer.name), left, right, layer.name)
         whole = pruned.float() + left.float() @ right.float()
         return {
@@ -137,17 +161,47 @@ def prune_blocks(
             },
             "block": {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {},
         }
-        partial = work / "block.partial"
-        save_file(stored, partial, metadata={key: json.dumps(value) for key, value in metadata.items()})
-        partial.rename(work / _file(block.number))
+        files.write(work / _file(block.number), stored, {k: json.dumps(v) for k, v in metadata.items()})
 
-    run_calibrated(
-        *(model, list(layers.by_tensor.values()), windows, method, change),
-        device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
-        finished=finished,
-        restore=restore,
-        on_progress=on_progress,
-    )
+    with _FilesBehind() as files:
+        run_calibrated(
+            *(model, list(layers.by_tensor.values()), windows, method, change),
+            device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
+            finished=finished,
+            restore=restore,
+            weights=weights,
+            on_progress=on_progress,
+        )
+
+
+class _FilesBehind:
+    """Writes the file of a block while the next block is worked on: one at a time, all of them at the end."""
+
+    def __init__(self) -> None:
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="finished block")
+        self._last: Future[None] | None = None
+
+    def write(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+        self._wait()
+        self._last = self._writer.submit(_write_whole, path, tensors, metadata)
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()  # what went wrong is raised here
+
+    def __enter__(self) -> _FilesBehind:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._writer.shutdown()  # also when cut short: what is finished is there for --resume
+        if kind is None:
+            self._wait()
+
+
+def _write_whole(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    partial = path.with_name("block.partial")
+    save_file(tensors, partial, metadata=metadata)
+    partial.rename(path)
 
 
 @dataclasses.dataclass

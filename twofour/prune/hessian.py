@@ -59,9 +59,14 @@ def damped_cholesky(gram: Tensor, damping: float, layer: str | None) -> tuple[Te
     """L with L·Lᵀ = G + s·I, and s: damping · mean diagonal, raised tenfold while there is no root."""
     scale = float(gram.diagonal().mean())
     for _ in range(RETRIES + 1):
-        damped = gram.clone()
-        damped.diagonal().add_(damping * scale)
-        factor, failed = torch.linalg.cholesky_ex(damped)
+        # Factored in place: the matrix may be gigabytes. The library wants columns, and of a symmetric
+        # matrix the transpose is as good.
+        factor, failed = (
+            gram.clone(memory_format=torch.contiguous_format).mT,
+            gram.new_empty((), dtype=torch.int32),
+        )
+        factor.diagonal().add_(damping * scale)
+        torch.linalg.cholesky_ex(factor, out=(factor, failed))
         # A pivot that rounding alone kept above zero passes as a success but blows up the inverse, hence the
         # second test: pivots are squared, and float32 knows the diagonal to about one part in ten million.
         if not int(failed) and float(factor.diagonal().square().min()) > 1e-6 * scale:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from twofour.calibrate.blocks import Block, run_blocks
+from twofour.calibrate.blocks import Block, Weights, run_blocks
 from twofour.calibrate.layerwise import reestimate_norms_, run_layers
 from twofour.calibrate.statistics import Gram
 from twofour.errors import InputError
@@ -27,6 +27,11 @@ from twofour.prune.wanda import Wanda
 from twofour.select import Layer, require_layers, select
 
 Model = TypeVar("Model", bound=nn.Module)
+
+#: What passes through a block at a time: so many windows on a CPU, which is busy with one, and windows of so
+#: many tokens on a GPU, which is not. Constants: rounding depends on it, and a resumed run must do the same.
+CPU_WINDOWS = 4
+GPU_TOKENS = 16384
 
 
 class Method(Protocol):
@@ -147,17 +152,20 @@ def run_calibrated(
     device: torch.device | str,
     finished: int = 0,
     restore: Callable[[int], None] | None = None,
+    weights: Weights | None = None,
     on_progress: OnProgress = silent,
 ) -> None:
     """`run_blocks` with what the method wants of it."""
     tuning = reconstruction_of(method)
+    batch = GPU_TOKENS // windows.shape[1] if torch.device(device).type == "cuda" else CPU_WINDOWS
     run_blocks(
         *(model, layers, windows.to(next(model.parameters()).device), change),
         device=device,
-        batch=tuning.batch(windows) if tuning else 4,
+        batch=tuning.batch(windows) if tuning else max(1, batch),
         follow=tuning.follow if tuning else None,
         finished=finished,
         restore=restore,
+        weights=weights,
         on_progress=on_progress,
     )
 

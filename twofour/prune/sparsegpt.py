@@ -17,11 +17,15 @@ of a removed weight repair it.
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from twofour.calibrate.statistics import Gram
 from twofour.errors import InputError
@@ -58,64 +62,121 @@ class SparseGPT:
         # A short last group is filled up with columns of zeros that are uncorrelated with all others: they
         # cost nothing, so they go first, and of three real columns one more goes, of two or one none.
         short = -columns % 4
-        gram = torch.nn.functional.pad(known.mean.to(matrix.device), (0, short, 0, short))
+        weight = matrix.new_zeros(matrix.shape[0], columns + short, dtype=torch.float32)
+        weight[:, :columns] = matrix.detach()
         # The same for channels that never fire: their weights make no difference, so they go first.
-        dead = gram.diagonal() <= 0
-        gram.diagonal()[dead] = gram.diagonal()[~dead].mean()
-        weight = torch.nn.functional.pad(matrix.detach().float(), (0, short)).masked_fill(dead, 0.0)
-
+        dead = F.pad(known.mean.diagonal().to(matrix.device), (0, short)) <= 0
+        weight.masked_fill_(dead, 0.0)
         factor, removal = known.derived(
-            (self.name, self.damping, self.pairs, matrix.device), lambda: self._factors(gram, layer)
+            (self.name, self.damping, self.pairs, matrix.device),
+            lambda: _factors(known.mean.to(matrix.device), dead, self.damping, self.pairs, layer),
         )
-        dropped = torch.tensor([[j in pair for j in range(4)] for pair in PAIRS], device=weight.device)
+        sweep = _sweep_on(weight.device)
         for start in range(0, weight.shape[1], self.block):
             stop = min(start + self.block, weight.shape[1])
-            errors = weight.new_empty(weight.shape[0], stop - start)
-            for left in range(start, stop, 4):
-                group = weight[:, left : left + 4]
-                candidates = torch.einsum("rj,pij->rpi", group, removal[left // 4])  # [rows, 6, 4]
-                if self.pairs:
-                    pair = candidates.square().sum(-1).argmin(-1)
-                else:
-                    score = (group / factor.diagonal()[left : left + 4]).square()
-                    # Which pair it is: the one that shares no column with those kept.
-                    pair = (keep_best(score)[:, None] & dropped).any(-1).int().argmin(-1)
-                error = candidates.gather(1, pair[:, None, None].expand(-1, 1, 4)).squeeze(1)
-                weight[:, left:stop].addmm_(error, factor[left : left + 4, left:stop], alpha=-1)
-                group.masked_fill_(dropped[pair], 0.0)  # zero already, up to rounding
-                errors[:, left - start : left - start + 4] = error
+            errors = sweep(
+                *(weight[:, start:stop], factor[start:stop, start:stop], removal[start // 4 : stop // 4]),
+                self.pairs,
+            )
             # One large product instead of block/4 thin ones over the rest of the matrix.
             weight[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
         return weight[:, :columns].to(matrix.dtype).contiguous()
 
-    def _factors(self, gram: Tensor, layer: str | None) -> tuple[Tensor, Tensor]:
-        factor = _inverse_factor(gram, self.damping, layer)
-        return factor, _removal(factor, self.pairs)
+
+#: How a panel of columns is swept: `sweep_panel`, or something faster that gives the same up to rounding.
+SweepPanel = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
-def _inverse_factor(gram: Tensor, damping: float, layer: str | None) -> Tensor:
-    """U, upper triangular, with Uᵀ·U = H⁻¹.
+def sweep_panel(weight: Tensor, factor: Tensor, removal: Tensor, jointly: bool) -> Tensor:
+    """Prune the columns [rows, width] of a panel in place; the errors e of all its groups, [rows, width].
 
-    Not by inverting H and factoring the result, which squares the rounding error: in reversed order the lower
-    Cholesky factor of H becomes an upper R with R·Rᵀ = H, and U is the inverse of R.
+    `factor` [width, width] is the panel's block on the diagonal of U, `removal` [groups, 6, 4, 2] the columns
+    P of its M_P, which are all that is not zero. Columns further right are for the caller to update.
     """
-    lower, _ = damped_cholesky(gram.flip(0, 1), damping, layer)
-    upper = lower.flip(0, 1)
-    identity = torch.eye(upper.shape[0], dtype=upper.dtype, device=upper.device)
-    return torch.linalg.solve_triangular(upper, identity, upper=True)
+    dropped = torch.tensor([[j in pair for j in range(4)] for pair in PAIRS], device=weight.device)
+    matrices = _spread(removal)
+    errors = torch.empty_like(weight)
+    for left in range(0, weight.shape[1], 4):
+        group = weight[:, left : left + 4]
+        candidates = torch.einsum("rj,pij->rpi", group, matrices[left // 4])  # [rows, 6, 4]
+        if jointly:
+            pair = candidates.square().sum(-1).argmin(-1)
+        else:
+            score = (group / factor.diagonal()[left : left + 4]).square()
+            # Which pair it is: the one that shares no column with those kept.
+            pair = (keep_best(score)[:, None] & dropped).any(-1).int().argmin(-1)
+        error = candidates.gather(1, pair[:, None, None].expand(-1, 1, 4)).squeeze(1)
+        weight[:, left:].addmm_(error, factor[left : left + 4, left:], alpha=-1)
+        group.masked_fill_(dropped[pair], 0.0)  # zero already, up to rounding
+        errors[:, left : left + 4] = error
+    return errors
+
+
+@functools.cache
+def _sweep_on(device: torch.device) -> SweepPanel:
+    """The fastest way to sweep there. On a GPU that is one launch a panel, if Triton can be used."""
+    if device.type != "cuda":
+        return sweep_panel
+    try:
+        from twofour.prune import sweep_triton
+
+        # Triton compiles on first use and may find no compiler then: find out now, on one group.
+        one = torch.eye(4, device=device)
+        sweep_triton.sweep_panel(one.clone(), one, one.new_ones(1, len(PAIRS), 4, 2), True)
+    except Exception as error:
+        warnings.warn(f"sparsegpt sweeps without its Triton kernel, slowly: {error}", stacklevel=2)
+        return sweep_panel
+    return sweep_triton.sweep_panel
+
+
+def _factors(
+    gram: Tensor, dead: Tensor, damping: float, jointly: bool, layer: str | None
+) -> tuple[Tensor, Tensor]:
+    """U and the M_P of all groups, for a Gram matrix to be padded to as many columns as `dead` has."""
+    reverse = gram.flip(0, 1)
+    if short := len(dead) - len(gram):
+        reverse = F.pad(reverse, (short, 0, short, 0))
+    diagonal = reverse.diagonal()
+    diagonal[dead.flip(0)] = diagonal[~dead.flip(0)].mean()
+    factor = _inverse_factor(reverse, damping, layer)
+    return factor, _removal(factor, jointly)
+
+
+def _inverse_factor(reverse: Tensor, damping: float, layer: str | None) -> Tensor:
+    """U, upper triangular, with Uᵀ·U = H⁻¹, from H with its rows and columns in reverse order.
+
+    Not by inverting H and factoring the result, which squares the rounding error: the lower Cholesky factor L
+    of the reversed H is, reversed again, an upper R with R·Rᵀ = H, and U is the inverse of R. In a large
+    model each of these matrices takes gigabytes, so none is kept for longer than it is needed.
+    """
+    lower, _ = damped_cholesky(reverse, damping, layer)
+    # The transpose of a matrix in rows is one in columns, which is what the library works on in place.
+    inverse = torch.eye(lower.shape[0], dtype=lower.dtype, device=lower.device).mT
+    torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+    del lower
+    return inverse.flip(0, 1).contiguous()
 
 
 def _removal(factor: Tensor, jointly: bool) -> Tensor:
-    """M_P of every group and pair: [groups, 6, 4, 4]. In float64 for strongly correlated pairs."""
+    """The columns P of M_P for every group and pair: [groups, 6, 4, 2]; all others of its columns are zero.
+
+    In float64 for strongly correlated pairs.
+    """
     columns = torch.arange(factor.shape[0], device=factor.device).reshape(-1, 4)
     blocks = factor[columns[:, :, None], columns[:, None, :]].double()  # the 4×4 blocks on the diagonal
-    removal = blocks.new_zeros(blocks.shape[0], len(PAIRS), 4, 4)
+    removal = blocks.new_zeros(blocks.shape[0], len(PAIRS), 4, 2)
     for i, pair in enumerate(PAIRS):
         if jointly:
             tall = blocks[:, :, pair]
-            removal[:, i, :, pair] = tall @ torch.linalg.inv(tall.mT @ tall)
+            removal[:, i] = tall @ torch.linalg.inv(tall.mT @ tall)
         else:  # one column after the other: e_a = w_a/U_aa, then e_b = (w_b - e_a·U_ab)/U_bb
-            (a, b), square = pair, blocks[:, pair][:, :, pair]
-            inverse = torch.linalg.inv(square.mT)
-            removal[:, i, a, pair], removal[:, i, b, pair] = inverse[:, 0], inverse[:, 1]
+            removal[:, i, pair] = torch.linalg.inv(blocks[:, pair][:, :, pair].mT)
     return removal.to(factor.dtype)
+
+
+def _spread(removal: Tensor) -> Tensor:
+    """M_P with its zeros: [groups, 6, 4, 4]."""
+    matrices = removal.new_zeros(*removal.shape[:2], 4, 4)
+    for i, pair in enumerate(PAIRS):
+        matrices[:, i, :, pair] = removal[:, i]
+    return matrices
