@@ -1,0 +1,137 @@
+"""Fit the time model of `twofour advise` to the rows of an H200 and write the defaults that are shipped:
+
+    python benchmarks/fit_advise.py
+
+Products: the 8B rows of `bench` and `tune`. Everything beside the products: the whole-model rows, batch 16
+left out. What is left out here, and all of 70B, judges the fit in advise_accuracy.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twofour.advise.fit import Measured, fit_curve, minimise
+from twofour.advise.gpus import find_gpu
+from twofour.advise.layers import Network, read_network
+from twofour.advise.model import DEFAULTS, MeasuredRows, read_rows, to_dict
+from twofour.advise.products import Curve
+from twofour.advise.schemes import DENSE, SPARSE, Scheme
+from twofour.advise.steps import Rest, Step, TimeModel, Workload, step_time
+
+RESULTS = Path(__file__).resolve().parent / "results"
+FIT_PRODUCTS = ("h200-products-8b.json", "h200-tune-8b.json")
+END_TO_END = "h200-end-to-end-8b.json"
+
+#: Decode at this batch is not fitted to.
+HELD_OUT_BATCH = 16
+
+#: Rows of the whole model that are modelled: the scheme of eligible layers, and whether fuse_ was called.
+FORMS: dict[str, tuple[Scheme, bool]] = {
+    "dense": (DENSE, False),
+    "dense_fused": (DENSE, True),
+    "twofour": (SPARSE, False),
+    "fused": (SPARSE, True),
+}
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+}
+
+#: Where the fits start: ordinary figures for a tuned library.
+START = Curve(2.0, 0.9, 1.0, 0.5, 1.0, 0.8, 30.0, 30.0, 0.5)
+START_REST = Rest(2.3, 1.5, 0.6, 0.7, 0.04, 800.0)
+FITTED_REST = [field.name for field in fields(Rest) if field.name != "attention"]
+
+
+def product_rows(names: tuple[str, ...] = FIT_PRODUCTS) -> MeasuredRows:
+    read = [read_rows(RESULTS / name) for name in names]
+    dense = [row for rows in read for row in rows.dense]
+    return MeasuredRows(read[0].gpu, dense, [row for rows in read for row in rows.sparse], read[0].ceilings)
+
+
+def end_to_end_rows() -> Iterator[dict[str, Any]]:
+    """Those with a time and of a form that is modelled."""
+    rows = json.loads((RESULTS / END_TO_END).read_text())["end_to_end"]
+    # Rows without it are from before fuse_ made norms one kernel: their "fused" is another form than today's.
+    today = any(row["contender"] == "dense_fused" for row in rows)
+    for row in rows:
+        if row["ms"] and row["contender"] in FORMS and (today or row["contender"] != "fused"):
+            yield row
+
+
+def predicted(network: Network, model: TimeModel, row: dict[str, Any]) -> Step:
+    scheme, fused = FORMS[row["contender"]]
+    tokens = row["tokens"] if row["what"] == "prefill" else 1
+    work = Workload(row["batch"], tokens, row["tokens"], row["mode"] == "graph", row["attention"])
+    return step_time(network, find_gpu("H200"), model, scheme, fused, work)
+
+
+def fit_products(rows: list[Measured], scheme: Scheme) -> Curve:
+    """From several starts, as a fit downhill may end in the next hollow."""
+    gpu = find_gpu("H200")
+    random = np.random.default_rng(0)
+    best: tuple[float, Curve] | None = None
+    for trial in range(4):
+        shaken = {
+            k: v * float(np.exp(random.normal(0, 0.3 * (trial > 0)))) for k, v in START.to_dict().items()
+        }
+        curve = fit_curve(rows, gpu, scheme, Curve(**shaken), hold=1e-3)
+        off = float(np.mean(np.square(np.tanh(np.log(ratios(rows, scheme, curve)) / 0.4))))
+        if best is None or off < best[0]:
+            best = off, curve
+    assert best is not None
+    return best[1]
+
+
+def ratios(rows: list[Measured], scheme: Scheme, curve: Curve) -> Any:
+    """Predicted over measured."""
+    from twofour.advise.products import product_time
+
+    gpu = find_gpu("H200")
+    times = [product_time(curve, gpu, scheme, r.rows, r.columns, r.tokens).us for r in rows]
+    return np.array(times) / np.array([r.us for r in rows])
+
+
+def fit_rest(dense: Curve, sparse: Curve, rows: list[dict[str, Any]]) -> Rest:
+    network = read_network(LLAMA_3_8B)
+    measured = np.log([row["ms"]["p50"] for row in rows])
+    first = np.log([getattr(START_REST, name) for name in FITTED_REST])
+
+    def rest(point: Any) -> Rest:
+        return Rest(**{name: float(np.exp(v)) for name, v in zip(FITTED_REST, point, strict=True)})
+
+    def residuals(point: Any) -> Any:
+        model = TimeModel(dense, sparse, rest(point), "")
+        times = [predicted(network, model, row).ms for row in rows]
+        return np.concatenate([np.log(times) - measured, 1e-3 * (point - first)])
+
+    return rest(minimise(residuals, first))
+
+
+def main() -> None:
+    rows = product_rows()
+    dense, sparse = fit_products(rows.dense, DENSE), fit_products(rows.sparse, SPARSE)
+    whole = [
+        row for row in end_to_end_rows() if not (row["what"] == "decode" and row["batch"] == HELD_OUT_BATCH)
+    ]
+    rest = fit_rest(dense, sparse, whole)
+    said = f"{len(rows.dense) + len(rows.sparse)} products and {len(whole)} whole-model rows of an H200"
+    DEFAULTS.parent.mkdir(exist_ok=True)
+    DEFAULTS.write_text(json.dumps(to_dict(TimeModel(dense, sparse, rest, said)), indent=1) + "\n")
+    print(DEFAULTS.read_text())
+
+
+if __name__ == "__main__":
+    main()

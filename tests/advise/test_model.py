@@ -1,0 +1,109 @@
+"""Figures from a user's own rows: recovered from rows that the model itself made, and bad files refused."""
+
+import json
+
+import pytest
+
+from twofour.advise.advice import advise
+from twofour.advise.fit import minimise
+from twofour.advise.gpus import find_gpu
+from twofour.advise.model import DEFAULTS, from_dict, read_rows, refine, shipped, to_dict
+from twofour.advise.products import product_time
+from twofour.advise.schemes import DENSE, SPARSE
+from twofour.errors import InputError
+
+SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
+TOKENS = (1, 16, 64, 512, 4096)
+
+
+def document(gpu_name, slower, gpu=None):
+    """Rows as `bench` writes them, of a GPU whose products all take `slower` times as long as predicted."""
+    gpu, rows = gpu or find_gpu(gpu_name), []
+    for n, k in SHAPES:
+        for tokens in TOKENS:
+            for contender, scheme in (("dense", DENSE), ("twofour", SPARSE)):
+                us = slower * product_time(shipped().curve(scheme), gpu, scheme, n, k, tokens).us
+                row = {"rows": n, "columns": k, "tokens": tokens, "contender": contender}
+                rows.append(row | {"graph_ms": {"p50": us / 1e3}})
+            rows.append(row | {"contender": "torch24", "graph_ms": {"p50": 99.0}})
+            rows.append(row | {"contender": "dense", "graph_ms": None, "error": "failed"})
+    return {"verb": "bench", "about": {"gpu": gpu_name}, "products": rows}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(content):
+        path = tmp_path / "rows.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return to_file
+
+
+def test_minimise_finds_the_bottom_of_a_valley():
+    import numpy as np
+
+    def rosenbrock(point):
+        return np.array([1 - point[0], 10 * (point[1] - point[0] ** 2)])
+
+    assert minimise(rosenbrock, [-1.2, 1.0], rounds=200) == pytest.approx([1, 1], abs=1e-3)
+
+
+def test_shipped_figures_are_what_the_file_says():
+    content = json.loads(DEFAULTS.read_text())
+    assert to_dict(from_dict(content)) == content
+    assert "H200" in content["fitted_to"]
+
+
+def test_a_slower_gpu_is_found_to_be_slower(write):
+    path = write(document("NVIDIA A100-SXM4-80GB", slower=1.4))
+    rows = read_rows(path)
+    assert len(rows.dense) == len(rows.sparse) == len(SHAPES) * len(TOKENS)
+    gpu, model = refine(rows, shipped())
+    assert gpu.name == "A100 80GB SXM"
+    for scheme, timed in ((DENSE, rows.dense), (SPARSE, rows.sparse)):
+        for row in timed:
+            told = product_time(model.curve(scheme), gpu, scheme, row.rows, row.columns, row.tokens).us
+            assert told == pytest.approx(row.us, rel=0.12)
+
+
+def test_a_gpu_without_a_data_sheet_is_described_by_its_rows(write):
+    from twofour.advise.gpus import Gpu
+
+    made = Gpu("NVIDIA X1", 1000, None, 132, None, 200, None, None)
+    content = document("NVIDIA X1", 1.0, made)
+    with pytest.raises(InputError, match="X1"):
+        refine(read_rows(write(content)), shipped())
+    content["ceilings"] = {"copy_gb_s": 850.0, "matmul_tflops": 140.0}
+    config = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 32}
+    advice = advise(config, measured=write(content))
+    assert advice.gpu.name == "NVIDIA X1"
+    assert advice.gpu.from_measurement
+    assert advice.form("2:4").fits is None
+    assert advice.form("2:4").measured
+    assert any("30 products measured on NVIDIA X1" in note for note in advice.notes)
+
+
+def test_rows_of_another_gpu_than_the_one_named(write):
+    with pytest.raises(InputError, match="not of 'L4'"):
+        advise({}, "L4", measured=write(document("NVIDIA H200", 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "does not hold rows"),
+        ("[]", "does not hold rows"),
+        ({"about": {"gpu": None}, "products": []}, "0 dense and 0 2:4"),
+        ({"about": {"gpu": "NVIDIA H200"}, "products": [{"contender": "dense", "graph_ms": {}}]}, "rows"),
+    ],
+)
+def test_files_that_are_no_rows(write, content, words):
+    with pytest.raises(InputError, match=words):
+        read_rows(write(content))
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match="cannot read"):
+        read_rows(tmp_path / "no.json")

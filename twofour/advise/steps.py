@@ -1,0 +1,151 @@
+"""How long a whole step takes: one prefill of batch × prompt tokens, or one decode step of batch tokens.
+
+    layers · (products + attention + elementwise bytes + kernels · latency) + output head
+
+Products are those of products.py. Beside them a layer of a transformers decoder runs some thirty small
+kernels (norms, rotary positions, residuals, activation), which 2:4 does not touch. Their number and the bytes
+they move are counted here; how long a small kernel lasts, and what share of the bandwidth such kernels and
+the attention over a key-value cache reach, are fitted to whole-model rows (`Rest`). Decode reads all keys and
+values once for every token. Transformers' attention with a static cache copies them first, once for each
+query head ("sdpa"); "grouped" is without that copy. Without CUDA graphs the host may be the slower one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from twofour.advise.gpus import Gpu
+from twofour.advise.layers import Decoder, LayerGroup, Network
+from twofour.advise.products import Curve, product_time
+from twofour.advise.schemes import DENSE, Scheme
+
+Attention = Literal["grouped", "sdpa"]
+
+#: Kernels of one layer of transformers' Llama, products and norms aside: rotary positions 10, residuals 2,
+#: cache 2, attention and its copies 3.
+SMALL_KERNELS = 17
+NORM_KERNELS, FUSED_NORM_KERNELS = 8, 1  # each of two norms
+ACTIVATION_KERNELS = 2
+SDPA_KERNELS = 4  # mask and copies
+
+#: Bytes that these kernels move, for each element of what they work on.
+NORM_BYTES, FUSED_NORM_BYTES = 36, 4
+RESIDUAL_BYTES = 12  # both residuals
+OUTPUT_BYTES = 4  # attention's output is laid out anew
+ROTARY_BYTES = 18
+ACTIVATION_BYTES = 10
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a layer does beside its products. Times in microseconds, shares of the data sheet's ceilings."""
+
+    kernel_us: float  # one small kernel in a CUDA graph
+    gap_us: float  # a 2:4 product in a model: with other kernels between, it cannot start before its turn
+    stream: float  # elementwise kernels' share of the bandwidth
+    cache: float  # grouped attention's share of the bandwidth, over keys and values
+    cache_copied: float  # the same for "sdpa", its copies included
+    host_us: float  # Python, for one layer: the same for dense and 2:4, as measured
+    attention: float = 0.4  # prefill attention's share of the arithmetic: taken as given, not fitted
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """All that is fitted, and what it was fitted to."""
+
+    dense: Curve
+    sparse: Curve
+    rest: Rest
+    fitted_to: str
+
+    def curve(self, scheme: Scheme) -> Curve:
+        return self.sparse if scheme.sparse else self.dense
+
+
+@dataclass(frozen=True)
+class Step:
+    """Milliseconds of one step, and where they go."""
+
+    ms: float
+    products_ms: float  # of the layers that 2:4 can touch
+    other_products_ms: float  # of the output head and whatever else stays dense
+    attention_ms: float
+    elementwise_ms: float
+    host_bound: bool
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is run: `tokens` of each sequence at once, after `context - tokens` others."""
+
+    batch: int
+    tokens: int
+    context: int
+    graph: bool
+    attention: Attention = "grouped"
+
+
+def step_time(
+    network: Network, gpu: Gpu, model: TimeModel, scheme: Scheme, fused: bool, work: Workload
+) -> Step:
+    """One step of the model with its eligible layers in `scheme` and the others dense."""
+    at_once = work.batch * work.tokens
+    decode = work.tokens == 1
+    touched = other = 0.0
+    # fuse_ makes products of packed layers one; those of a dense model it leaves.
+    for group in network.products(fused and scheme.sparse):
+        chosen = scheme if group.eligible else DENSE
+        tokens = work.batch if group.is_head else at_once
+        us = group.count * product_us(model, gpu, chosen, group, tokens)
+        if group.eligible:
+            gap = model.rest.gap_us if scheme.sparse and decode else 0.0
+            touched += us + group.count * gap
+        else:
+            other += us
+    attention = elementwise = 0.0
+    if network.decoder is not None:
+        per_layer = _small_kernels(fused, scheme.sparse, work.attention if decode else "grouped")
+        stream = gpu.bandwidth_gb_s * 1e3 * model.rest.stream
+        moved = network.decoder.layers * at_once * _elementwise_bytes(network.decoder, fused, scheme.sparse)
+        elementwise = network.decoder.layers * per_layer * model.rest.kernel_us + moved / stream
+        attention = _attention_us(network.decoder, gpu, model.rest, work)
+    device = touched + other + attention + elementwise
+    layers = network.decoder.layers if network.decoder is not None else 0
+    host = 0.0 if work.graph else layers * model.rest.host_us
+    return Step(
+        max(device, host) / 1e3, touched / 1e3, other / 1e3, attention / 1e3, elementwise / 1e3, host > device
+    )
+
+
+def product_us(model: TimeModel, gpu: Gpu, scheme: Scheme, group: LayerGroup, tokens: int) -> float:
+    return product_time(model.curve(scheme), gpu, scheme, group.rows, group.columns, tokens).us
+
+
+def _small_kernels(fused: bool, sparse: bool, attention: Attention) -> int:
+    norms = 2 * (FUSED_NORM_KERNELS if fused else NORM_KERNELS)
+    activation = 0 if fused and sparse else ACTIVATION_KERNELS
+    return SMALL_KERNELS + norms + activation + (SDPA_KERNELS if attention == "sdpa" else 0)
+
+
+def _elementwise_bytes(decoder: Decoder, fused: bool, sparse: bool) -> int:
+    """Of one token in one layer."""
+    norms = 2 * (FUSED_NORM_BYTES if fused else NORM_BYTES)
+    rotated = (decoder.heads + decoder.kv_heads) * decoder.head_dim
+    activation = 0 if fused and sparse else ACTIVATION_BYTES
+    of_hidden = norms + RESIDUAL_BYTES + OUTPUT_BYTES
+    return of_hidden * decoder.hidden + ROTARY_BYTES * rotated + activation * decoder.intermediate
+
+
+def _attention_us(decoder: Decoder, gpu: Gpu, rest: Rest, work: Workload) -> float:
+    """Of all layers: arithmetic of the new tokens over the context, and the bytes of keys and values."""
+    # Of a prompt a token sees half of the others on average.
+    seen = work.context - (work.tokens - 1) / 2
+    operations = 4 * decoder.layers * work.batch * decoder.heads * decoder.head_dim * work.tokens * seen
+    arithmetic = operations / (gpu.tflops_16bit * 1e6 * rest.attention)
+    share = rest.cache_copied if work.attention == "sdpa" and work.tokens == 1 else rest.cache
+    moved = decoder.cache_bytes(work.batch, work.context) / (gpu.bandwidth_gb_s * 1e3 * share)
+    return max(arithmetic, moved)
