@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def perplexity(model: Any, windows: list[list[int]], batch_tokens: int = 2048) -
         tokens = torch.full((len(batch), max(map(len, batch))), -100)
         for row, window in enumerate(batch):
             tokens[row, : len(window)] = torch.tensor(window)
+        tokens = tokens.to(model.device)
         # Padding is on the right, where a causal model never looks, and its loss is not counted.
         logits = model(tokens.clamp(min=0), use_cache=False).logits[:, :-1]
         wanted = tokens[:, 1:]
@@ -153,8 +154,11 @@ def show(done: int, total: int, label: str) -> None:
     print(f"{label}: {done} of {total}", file=sys.stderr, flush=True)
 
 
-def add_row(path: Path, row: dict[str, Any]) -> None:
-    same = ("model", "method", "calibration", "evaluation", "device")
+SAME = ("model", "method", "calibration", "evaluation", "device")
+
+
+def add_row(path: Path, row: dict[str, Any], same: Sequence[str] = SAME) -> None:
+    """Add a row to a file, in place of an older one that says the same of `same`."""
     rows = json.loads(path.read_text()) if path.exists() else []
     rows = [old for old in rows if any(old[key] != row[key] for key in same)]
     path.write_text(json.dumps([*rows, row], indent=1, ensure_ascii=False) + "\n")

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "speed.md"
 NAMES = ("twofour", "twofour fast", "cusparselt", "torch24")
-FORMS = ("torch24", "twofour", "fused", "fast")
 
 
-def products() -> str:
-    rows = json.loads((RESULTS / "h200-products-8b.json").read_text())["products"]
+def product_rows(model: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((RESULTS / f"h200-products-{model}.json").read_text())["products"]
+    return rows
+
+
+def products(model: str) -> str:
+    rows = product_rows(model)
     cells = {(r["shape"], r["tokens"], r["contender"]): r for r in rows}
     lines = [
         "| weight | tokens | dense µs | " + " | ".join(NAMES) + " |",
@@ -28,7 +33,7 @@ def products() -> str:
 
 
 def host_time() -> str:
-    rows = json.loads((RESULTS / "h200-products-8b.json").read_text())["products"]
+    rows = product_rows("8b") + product_rows("70b")
     lines = ["| | lowest | median | highest |", "|---|---|---|---|"]
     for name in ("dense", *NAMES):
         times = sorted(r["host_us"] for r in rows if r["contender"] == name and r["host_us"])
@@ -36,18 +41,19 @@ def host_time() -> str:
     return "\n".join(lines)
 
 
-def end_to_end() -> str:
-    rows = json.loads((RESULTS / "h200-end-to-end-8b.json").read_text())["end_to_end"]
+def end_to_end(file: str, forms: tuple[str, ...], baseline: str) -> str:
+    """× `baseline` of each form; where it fails, that."""
+    rows = json.loads((RESULTS / file).read_text())["end_to_end"]
     cells = {(r["what"], r["batch"], r["mode"], r["attention"], r["contender"]): r for r in rows}
     lines = [
-        "| | attention | dense ms | " + " | ".join(FORMS) + " | peak memory, dense and fused |",
-        "|---|---|---|" + "---|" * len(FORMS) + "---|",
+        "| | attention | dense ms | " + " | ".join(forms) + " | peak memory, dense and fused |",
+        "|---|---|---|" + "---|" * len(forms) + "---|",
     ]
     for key in dict.fromkeys(key[:4] for key in cells):
         what, batch, mode, attention = key
-        dense, fused = cells[(*key, "dense")], cells[(*key, "fused")]
-        ratios = [cells[(*key, form)]["times_dense"] for form in FORMS]
-        shown = [f"{ratio:.2f}×" if ratio else "fails" for ratio in ratios]
+        dense, fused = cells[(*key, baseline)], cells[(*key, "fused")]
+        times = [cells[(*key, form)]["ms"] for form in forms]
+        shown = [f"{dense['ms']['p50'] / time['p50']:.2f}×" if time else "fails" for time in times]
         peak = f"{dense['peak_bytes'] / 1e9:.1f} and {fused['peak_bytes'] / 1e9:.1f} GB"
         start = f"| {what}, batch {batch}, {mode} | {attention} | {dense['ms']['p50']:.2f} | "
         lines.append(start + " | ".join(shown) + f" | {peak} |")
@@ -56,7 +62,16 @@ def end_to_end() -> str:
 
 def main() -> None:
     page = PAGE.read_text()
-    for name, table in (("products", products()), ("host", host_time()), ("end-to-end", end_to_end())):
+    now, earlier = "h200-end-to-end-8b.json", "h200-end-to-end-8b-earlier.json"
+    tables = {
+        "8b": products("8b"),
+        "70b": products("70b"),
+        "host": host_time(),
+        "end-to-end": end_to_end(now, ("dense_fused", "fused", "fast"), "dense"),
+        "same norms": end_to_end(now, ("fused", "fast"), "dense_fused"),
+        "earlier": end_to_end(earlier, ("torch24", "twofour", "fused", "fast"), "dense"),
+    }
+    for name, table in tables.items():
         marks = f"<!-- {name} -->", f"<!-- /{name} -->"
         page = re.sub(f"{marks[0]}.*?{marks[1]}", f"{marks[0]}\n{table}\n{marks[1]}", page, flags=re.S)
     PAGE.write_text(page)

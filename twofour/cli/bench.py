@@ -15,6 +15,10 @@ EXAMPLE = "Example: [bold]twofour bench --shapes 8B --tokens 1,16,2048[/]"
 
 DTYPES = ("bfloat16", "float16")
 
+#: Tokens multiplied at once: from one sequence in decode to a long prefill.
+GPU_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CPU_TOKENS = (1, 16, 64)
+
 NO_GPU = (
     "There is no GPU here, and a CPU has no Sparse Tensor Cores: 2:4 saves memory on it, not time. "
     "Measuring tiny shapes only, to show the rows."
@@ -39,7 +43,7 @@ def command(
         ),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(metavar="M,M,…", help="Tokens multiplied at once. Default: 1 to 8192.")
+        str | None, typer.Option(metavar="M,M,…", help="Tokens multiplied at once. Default: 1 to 16384.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     end_to_end: Annotated[
@@ -60,7 +64,7 @@ def command(
         raise InputError(f"cannot measure in {dtype!r}.", hint=f"Choose one of: {', '.join(DTYPES)}.")
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
-    counts = _counts(tokens) or ((1, 16, 64, 256, 1024, 2048, 4096, 8192) if gpu else (1, 16, 64))
+    counts = _counts(tokens) or (GPU_TOKENS if gpu else CPU_TOKENS)
     document: dict[str, Any] = {"verb": "bench", "about": about(device)}
     if not gpu:
         note(NO_GPU)

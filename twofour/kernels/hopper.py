@@ -167,13 +167,23 @@ def guess(n: int, k: int, tokens: int, processors: int = 132, gated: bool = Fals
     if tokens > room:
         first = _fit(128, 4, 1, 128, 1)
     else:
-        blocks = -(-rows // 64)
-        many = blocks > 3 * processors
-        warpgroups = 1 if room <= 32 or not many else 2 if room <= 64 else 4
-        split = 2 if 2 * blocks <= processors and not gated else 1
-        resident = 2 if many and warpgroups == 1 else 1
-        first = _fit(room, warpgroups, split, 256 if room <= 64 else 128, resident)
+        first = _fit_rows(-(-rows // 64), room, processors, gated)
     return first or _fit(room, 1, 1, 128, 1) or _decode_configs(tokens)[0]
+
+
+def _fit_rows(blocks: int, room: int, processors: int, gated: bool) -> Decode | None:
+    """By how often 64 rows go into the multiprocessors: all of these should stream at the same time."""
+    step = 256 if room <= 32 else 128
+    if blocks <= processors:  # few rows: several blocks share their columns, unless their sums end in a gate
+        split = 1 if gated or 2 * blocks > processors else 2 if 4 * blocks > processors else 4
+        return _fit(
+            room, 1, split, step, 2 if split > 1 and room <= 16 and blocks * split <= processors else 1
+        )
+    # More than one each: two small blocks side by side, or one of twice the rows if enough of these are left.
+    if room <= 8 or (room <= 64 and 10 * blocks < 14 * processors):
+        return _fit(room, 1, 1, step if blocks <= 2 * processors else 128, 2)
+    many = room == 96 and blocks > 3 * processors
+    return _fit(room, 4 if many else 2, 1, 256 if room == 16 and blocks <= 2 * processors else 128, 1)
 
 
 def _least_cycles(rows: int, k: int, tokens: int, processors: int) -> Prefill:
