@@ -86,14 +86,14 @@ def whole_model() -> tuple[list[Cell], list[Verdict]]:
     model, network = shipped(), read_network(LLAMA_3_8B)
     cells: dict[tuple[str, ...], dict[str, Cell]] = {}
     for row in end_to_end_rows():
-        key = (row["what"], str(row["batch"]), row["mode"], row["attention"])
+        key = (row["what"], str(row["batch"]), row["mode"], row["attention"], row["run"])
         held_out = row["what"] == "decode" and row["batch"] == HELD_OUT_BATCH
         form = row["contender"]
         told = predicted(network, model, row).ms
         made = Cell(
             "whole model",
             held_out,
-            " ".join((*key, form)),
+            " ".join((*key[:4], form)),
             FORMS[form][0].sparse,
             row["ms"]["p50"],
             told,

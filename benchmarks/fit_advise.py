@@ -26,7 +26,7 @@ from twofour.advise.steps import Rest, Step, TimeModel, Workload, step_time
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FIT_PRODUCTS = ("h200-products-8b.json", "h200-tune-8b.json")
-END_TO_END = "h200-end-to-end-8b.json"
+END_TO_END = ("h200-end-to-end-8b.json", "h200-end-to-end-8b-earlier.json")
 
 #: Decode at this batch is not fitted to.
 HELD_OUT_BATCH = 16
@@ -62,13 +62,14 @@ def product_rows(names: tuple[str, ...] = FIT_PRODUCTS) -> MeasuredRows:
 
 
 def end_to_end_rows() -> Iterator[dict[str, Any]]:
-    """Those with a time and of a form that is modelled."""
-    rows = json.loads((RESULTS / END_TO_END).read_text())["end_to_end"]
-    # Rows without it are from before fuse_ made norms one kernel: their "fused" is another form than today's.
-    today = any(row["contender"] == "dense_fused" for row in rows)
-    for row in rows:
-        if row["ms"] and row["contender"] in FORMS and (today or row["contender"] != "fused"):
-            yield row
+    """Those with a time and of a form that is modelled, each with the `run` that it is of."""
+    for name in END_TO_END:
+        rows = json.loads((RESULTS / name).read_text())["end_to_end"]
+        # Rows from before fuse_ made norms one kernel have another "fused" than today's.
+        today = any(row["contender"] == "dense_fused" for row in rows)
+        for row in rows:
+            if row["ms"] and row["contender"] in FORMS and (today or row["contender"] != "fused"):
+                yield {**row, "run": name}
 
 
 def predicted(network: Network, model: TimeModel, row: dict[str, Any]) -> Step:

@@ -22,6 +22,7 @@ from twofour.errors import InputError, TwoFourError
 from twofour.version import __version__
 
 if TYPE_CHECKING:
+    from twofour.advise.advice import advise as advise
     from twofour.io.check import check as check
     from twofour.io.load import load as load
     from twofour.io.pack import pack_ as pack_
@@ -30,14 +31,19 @@ if TYPE_CHECKING:
     from twofour.nn.fuse import unfuse_ as unfuse_
     from twofour.prune.model import prune_ as prune_
     from twofour.recover.masks import hold_masks as hold_masks
+    from twofour.recover.train import recover_ as recover_
+    from twofour.report.page import report as report
 
 _HOME = {
+    "advise": "twofour.advise.advice",
     "check": "twofour.io.check",
     "fuse_": "twofour.nn.fuse",
     "hold_masks": "twofour.recover.masks",
     "load": "twofour.io.load",
     "pack_": "twofour.io.pack",
     "prune_": "twofour.prune.model",
+    "recover_": "twofour.recover.train",
+    "report": "twofour.report.page",
     "save": "twofour.io.save",
     "unfuse_": "twofour.nn.fuse",
 }
@@ -46,12 +52,15 @@ __all__ = [
     "InputError",
     "TwoFourError",
     "__version__",
+    "advise",
     "check",
     "fuse_",
     "hold_masks",
     "load",
     "pack_",
     "prune_",
+    "recover_",
+    "report",
     "save",
     "unfuse_",
 ]

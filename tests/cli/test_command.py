@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-VERBS = ["prune", "pack", "check", "eval", "bench", "tune", "demo", "doctor"]
+VERBS = ["prune", "recover", "pack", "check", "eval", "bench", "tune", "demo", "doctor"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -62,6 +62,7 @@ def prune_checkpoint(
     def finish(writer: CheckpointWriter, notes: dict[str, Any]) -> None:
         step.update(
             verb="prune",
+            source=str(source),  # as it was given: `recover` looks there for the teacher
             options=options,
             layers={note.pop("layer"): {"tensor": key, **note} for key, note in notes.items()},
             left={x.name: f"{x.type}: {x.reason}" for x in layers.left},

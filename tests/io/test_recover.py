@@ -1,0 +1,353 @@
+"""`twofour recover`: directory to directory, killed and resumed, and what it refuses."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from twofour.errors import InputError
+from twofour.io.check import check
+from twofour.io.prune import prune_checkpoint
+from twofour.io.recover import recover_checkpoint
+from twofour.recover import Recover
+from twofour.recover.options import RECIPES
+
+TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen jugs. " * 30
+SHORT = {"tokens": 12 * 4 * 16, "batch": 4, "seqlen": 16, "save_every": 2, "eval_every": 3, "lr": 3e-3}
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def flags(**changed):
+    return [
+        x for name, value in {**SHORT, **changed}.items() for x in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
+def tensors(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def require_same(one, other):
+    one, other = tensors(one), tensors(other)
+    assert set(one) == set(other)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_gives_a_sound_checkpoint(twofour, dense, pruned, text, tmp_path, recipe):
+    out = tmp_path / "out"
+    arguments = ["--data", text, "--teacher", dense, "--recipe", recipe, "--seed", 3, *flags()]
+    ran = twofour("recover", pruned, out, *arguments, "--json")
+    assert ran.status == 0, ran.err
+    assert ran.json["options"]["recipe"] == recipe
+    assert ran.json["steps"] == 12
+    assert ran.json["tokens"] == 12 * 4 * 16
+    assert ran.json["held_out_perplexity"]["after"] < ran.json["held_out_perplexity"]["before"]
+    assert check(out).ok
+    assert len(check(out).layers) == 14
+    before, after = tensors(pruned), tensors(out)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    layers = {name for name in before if name.endswith("proj.weight")}
+    assert changed == layers if recipe == "lora" else changed == set(before)
+    if recipe != "adaptive":
+        assert all(not after[name][before[name] == 0].any() for name in layers)
+    log = [json.loads(line) for line in (out / "recover.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in log if entry["what"] == "evaluation"] == [0, 3, 6, 9, 12]
+    assert all(
+        entry["loss"] > 0 and entry["tokens_per_second"] > 0 for entry in log if entry["what"] == "train"
+    )
+    assert [step["verb"] for step in json.loads((out / "twofour.json").read_text())["steps"]] == [
+        "prune",
+        "recover",
+    ]
+    assert not list(tmp_path.glob(".out*"))
+    assert twofour("pack", out, tmp_path / "packed").status == 0
+    assert twofour("check", tmp_path / "packed").status == 0
+
+
+def test_for_people(twofour, dense, pruned, text, tmp_path):
+    ran = twofour("recover", pruned, tmp_path / "out", "--data", text, "--teacher", dense, *flags())
+    assert ran.status == 0, ran.err
+    assert "Recovered by distill over 768 tokens" in ran.out
+    assert "Held-out perplexity: " in ran.out
+
+
+def test_the_stored_dtype_is_kept(dense, text, tmp_path):
+    stored = {name: tensor.bfloat16() for name, tensor in tensors(dense).items()}
+    save_file(stored, dense / "model.safetensors", metadata={"format": "pt"})
+    prune_checkpoint(dense, tmp_path / "pruned")
+    recover_checkpoint(tmp_path / "pruned", tmp_path / "out", [text], options=Recover(**SHORT, dtype="bf16"))
+    assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.bfloat16}
+    assert check(tmp_path / "out").ok
+
+
+def test_layers_that_were_left_dense_are_trained_dense(dense, text, tmp_path):
+    prune_checkpoint(dense, tmp_path / "pruned", exclude=["*.0.*"])
+    recover_checkpoint(tmp_path / "pruned", tmp_path / "out", [text], options=Recover(**SHORT))
+    assert len(check(tmp_path / "out").layers) == 7
+    assert check(tmp_path / "out").ok
+    weight = tensors(tmp_path / "out")["model.layers.0.mlp.up_proj.weight"]
+    assert bool((weight != 0).all())
+
+
+def test_the_teacher_is_found_in_the_record(twofour, dense, pruned, text, tmp_path):
+    record = json.loads((pruned / "twofour.json").read_text())
+    record["steps"][0]["source"] = str(dense)
+    (pruned / "twofour.json").write_text(json.dumps(record))
+    ran = twofour("recover", pruned, tmp_path / "out", "--data", text, *flags(), "--json")
+    assert ran.json["options"]["recipe"] == "distill"
+    assert f"Teacher: {dense}" in ran.err
+    shutil.rmtree(dense)
+    ran = twofour("recover", pruned, tmp_path / "other", "--data", text, *flags(), "--json")
+    assert ran.json["options"]["recipe"] == "masked"
+
+
+# Cut short
+
+
+class Killed(BaseException):
+    """Like Ctrl-C."""
+
+
+def gpt2(directory, dense):
+    """With dropout, whose random numbers must be the same after a resume; and with Conv1D layers."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 128}
+    GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=1, eos_token_id=2)).save_pretrained(directory / "gpt2")
+    AutoTokenizer.from_pretrained(dense).save_pretrained(directory / "gpt2")
+    prune_checkpoint(directory / "gpt2", directory / "gpt2-24")
+    return directory / "gpt2", directory / "gpt2-24"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_gives_the_same_bits(dense, text, tmp_path, recipe):
+    teacher, source = gpt2(tmp_path, dense)
+    options = Recover(**SHORT, recipe=recipe, patience=50)
+    recover_checkpoint(source, tmp_path / "whole", [text], teacher, options)
+    for stop in (1, 6, 9):  # before the first state; before and after adaptive's masks freeze
+
+        def cut(done, total, label, stop=stop):
+            if done >= stop:
+                raise Killed
+
+        with pytest.raises(Killed):
+            recover_checkpoint(
+                source, tmp_path / "cut", [text], teacher, options, resume=True, on_progress=cut
+            )
+        assert not (tmp_path / "cut").exists()
+    seen = []
+    recover_checkpoint(
+        *(source, tmp_path / "cut", [text], teacher, options),
+        resume=True,
+        on_progress=lambda done, total, label: seen.append(done),
+    )
+    assert min(seen) > 8
+    require_same(tmp_path / "whole", tmp_path / "cut")
+    logs = []
+    for name in ("whole", "cut"):
+        entries = [json.loads(line) for line in (tmp_path / name / "recover.jsonl").read_text().splitlines()]
+        logs.append(
+            [{k: v for k, v in e.items() if k not in ("seconds", "tokens_per_second")} for e in entries]
+        )
+    assert logs[0] == logs[1]
+
+
+def test_killed_at_any_moment_and_resumed(dense, pruned, text, tmp_path):
+    """Twice by SIGKILL, whatever it is doing then, in a process of its own."""
+    command = [sys.executable, "-m", "twofour.cli.main", "recover", str(pruned), str(tmp_path / "cut")]
+    command += ["--data", str(text), "--data", "self", "--teacher", str(dense), "--resume"]
+    long = {"tokens": 60 * 4 * 16, "save_every": 1, "eval_every": 10}
+    command += flags(**long)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    work = tmp_path / ".cut.recover"
+    last = -1
+    for _ in range(2):
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            stamp = (
+                (work / "state.safetensors").stat().st_mtime_ns
+                if (work / "state.safetensors").exists()
+                else -1
+            )
+            if stamp > last:
+                time.sleep(0.3)
+                break
+            time.sleep(0.002)
+        last = (work / "state.safetensors").stat().st_mtime_ns
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert not (tmp_path / "cut").exists()
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    whole = [*command[:5], str(tmp_path / "whole"), *command[6 : -len(flags(**long)) - 1], *flags(**long)]
+    ran = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    require_same(tmp_path / "whole", tmp_path / "cut")
+    assert check(tmp_path / "cut").ok
+
+
+def test_resuming_with_other_settings_is_refused(pruned, text, tmp_path):
+    def cut(done, total, label):
+        if done >= 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        recover_checkpoint(pruned, tmp_path / "out", [text], options=Recover(**SHORT), on_progress=cut)
+    other = Recover(**{**SHORT, "lr": 1e-3})
+    with pytest.raises(
+        InputError, match=r"other settings: lr was 0\.003, is 0\.001.*without|leave out --resume"
+    ):
+        recover_checkpoint(pruned, tmp_path / "out", [text], options=other, resume=True)
+    assert (tmp_path / ".out.recover" / "state.safetensors").exists()
+    parts = Recover(**SHORT, accumulate=2, checkpointing=True)  # the same result in another way
+    recover_checkpoint(pruned, tmp_path / "out", [text], options=parts, resume=True)
+    assert check(tmp_path / "out").ok
+
+
+def test_what_was_trained_survives_a_failure_to_write(pruned, text, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("twofour.io.stream.free_bytes", lambda path: 1000)
+        with pytest.raises(InputError, match="disk is too full"):
+            recover_checkpoint(pruned, tmp_path / "out", [text], options=Recover(**SHORT))
+    assert not (tmp_path / "out").exists()
+    seen = []
+    recover_checkpoint(
+        *(pruned, tmp_path / "out", [text]),
+        options=Recover(**SHORT),
+        resume=True,
+        on_progress=lambda *told: seen.append(told),
+    )
+    assert not seen  # nothing was trained again
+    assert check(tmp_path / "out").ok
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_the_teacher_writes_once(twofour, dense, pruned, tmp_path):
+    def cut(done, total, label):
+        if "loss" in label and done >= 4:
+            raise Killed
+
+    options = Recover(**SHORT)
+    with pytest.raises(Killed):
+        recover_checkpoint(pruned, tmp_path / "out", ["self"], dense, options, on_progress=cut)
+    [written] = (tmp_path / ".out.recover").glob("written-*")
+    stamp = written.stat().st_mtime_ns
+    stamps = []
+    recover_checkpoint(
+        *(pruned, tmp_path / "out", ["self"], dense, options),
+        resume=True,
+        on_progress=lambda *told: stamps.append(written.stat().st_mtime_ns),
+    )
+    assert set(stamps) == {stamp}
+    assert check(tmp_path / "out").ok
+
+
+# What goes wrong
+
+
+def test_a_diverging_loss_leaves_the_best(twofour, dense, pruned, text, tmp_path):
+    """The rate rises all the time: at first it helps."""
+    arguments = ["--data", text, "--teacher", dense, "--warmup", 1, "--clip", 1e9]
+    arguments += flags(lr=5, eval_every=1, tokens=4 * 16 * 100, save_every=20)
+    ran = twofour("recover", pruned, tmp_path / "out", *arguments)
+    assert ran.status == 1
+    assert "diverged" in ran.err
+    assert "were kept" in ran.err
+    assert check(tmp_path / "out").ok
+    step = json.loads((tmp_path / "out" / "twofour.json").read_text())["steps"][-1]
+    assert step["stopped"] == "diverged"
+    assert 0 < step["best_step"] < step["steps"] < 100
+    assert step["held_out_loss"]["after"] < step["held_out_loss"]["before"]
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_diverging_from_the_start_leaves_nothing(twofour, pruned, text, tmp_path):
+    rest = flags(lr=1e30, eval_every=20, save_every=20, tokens=4 * 16 * 40)
+    ran = twofour("recover", pruned, tmp_path / "out", "--data", text, *rest, "--warmup", 0, "--clip", 1e9)
+    assert ran.status == 1
+    assert "nothing better than the start" in ran.err
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_out_of_memory_names_the_settings(pruned, text, tmp_path):
+    command = [sys.executable, "-m", "twofour.cli.main", "recover", str(pruned), str(tmp_path / "out")]
+    command += ["--data", str(text), *flags(batch=1 << 17, tokens=1 << 21)]
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (5 << 30, 5 << 30))
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=200, preexec_fn=limit
+    )
+    assert ran.returncode == 1, ran.stderr
+    assert "out of memory with 131072 windows of 16 tokens" in ran.stderr
+    assert "--accumulate" in ran.stderr
+    assert "--batch" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not list(tmp_path.glob("*out*"))
+
+
+def refused(twofour, *arguments):
+    ran = twofour("recover", *arguments)
+    assert ran.status == 2, ran.err
+    assert "Traceback" not in ran.err
+    return ran.err
+
+
+def test_bad_input(twofour, dense, pruned, packed, text, tmp_path):
+    out = tmp_path / "out"
+    assert "model.layers.0.self_attn.q_proj" in refused(twofour, dense, out, "--data", text, *flags())
+    assert "then pack" in refused(twofour, packed, out, "--data", text)
+    assert "--data" in refused(twofour, pruned, out)
+    assert "--teacher" in refused(twofour, pruned, out, "--data", "self", "--recipe", "masked", *flags())
+    assert "does not exist" in refused(twofour, pruned, out, "--data", tmp_path / "no.txt", *flags())
+    assert "64 tokens at most" in refused(twofour, pruned, out, "--data", text, "--seqlen", 65)
+    assert "for several processes" in refused(twofour, pruned, out, "--data", text, "--fsdp", *flags())
+    (tmp_path / "empty.txt").write_text("")
+    assert "holds no text" in refused(twofour, pruned, out, "--data", tmp_path / "empty.txt", *flags())
+    assert "already exists" in refused(twofour, pruned, dense, "--data", text)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_teacher_that_does_not_fit(twofour, dense, pruned, text, tmp_path):
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(dense, vocab_size=132)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "larger")
+    AutoTokenizer.from_pretrained(dense).save_pretrained(tmp_path / "larger")
+    out = tmp_path / "out"
+    err = refused(twofour, pruned, out, "--data", text, "--teacher", tmp_path / "larger", *flags())
+    assert "vocabulary of 132 tokens" in err
+    swapped = (
+        (dense / "tokenizer.json").read_text().replace('"a": 68', '"a": 69').replace('"b": 69', '"b": 68')
+    )
+    assert swapped != (dense / "tokenizer.json").read_text()
+    (dense / "tokenizer.json").write_text(swapped)
+    err = refused(twofour, pruned, out, "--data", text, "--teacher", dense, *flags())
+    assert "tokenizer of the teacher" in err
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_corrections_beside_the_weights_are_not_trained_away(twofour, dense, text, tmp_path):
+    rest = ["--method", "sparsegpt", "--calib", text, "--samples", 8, "--seqlen", 16, "--lowrank", 4]
+    assert twofour("prune", dense, tmp_path / "pruned", *rest).status == 0
+    assert "--lowrank" in refused(twofour, tmp_path / "pruned", tmp_path / "out", "--data", text, *flags())
