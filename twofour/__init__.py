@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from twofour._transformers_hook import register_when_imported
+from twofour._import_hook import register_when_imported
 from twofour.errors import InputError, TwoFourError
 from twofour.version import __version__
 

@@ -6,7 +6,7 @@
 
 PEFT knows layer types by a list. It has a place for others, `LoraConfig._register_custom_module`, but there
 each config object has to be told, also those that PEFT reads from a file by itself. So we tell every config
-as it is made; importing this module does that, and `import twofour` sees to it (see _transformers_hook.py).
+as it is made; importing this module does that, and `import twofour` sees to it (see _import_hook.py).
 
 Such an adapter can be trained, saved, loaded, switched and unloaded, but not merged: it is a dense matrix,
 and the sum with a 2:4 weight would not be 2:4. `twofour.recover.lora` has adapters that can be merged.

@@ -31,13 +31,13 @@ from torch.nn import functional as F
 
 from twofour.errors import InputError, TwoFourError
 from twofour.recover.mask_tensor import (
-    _sharded_part,
-    _with_whole_groups,
     is_sharded,
     shard_like,
+    sharded_part,
+    with_whole_groups,
     zero_pruned_,
 )
-from twofour.recover.masks import _reshard, _unwrapped
+from twofour.recover.masks import reshard, unwrapped
 from twofour.select import Layer, as_layer
 
 
@@ -68,7 +68,7 @@ class AdaptiveMasks:
             raise InputError(f"decay must be a number of at least 0, not {decay}.")
         if not 0 < until <= 1:
             raise InputError(f"until must be a share of the training, above 0 and at most 1, not {until}.")
-        self._model = _unwrapped(model)
+        self._model = unwrapped(model)
         self._decay = decay
         self._until = until
         self._moving = [_Moving(layer, _module_of(self._model, layer)) for layer in layers]
@@ -113,7 +113,7 @@ class AdaptiveMasks:
 
         The output does not change. The optimizer may have moments for what is now zero; `hold_masks` copes.
         """
-        _reshard(self._model)
+        reshard(self._model)
         for moving in self._moving:  # all of them before the first is changed
             moving.require_still_ours()
             moving.require_finite()
@@ -213,8 +213,8 @@ class _Moving:
 
     def mask(self) -> Tensor:
         """The mask of the weight as it is now, sharded like it: uint8, 1 is kept."""
-        part_layer, part = _with_whole_groups(self.layer, self.weight)
-        return _sharded_part(largest_two(part_layer, part).view(torch.uint8), self.weight)
+        part_layer, part = with_whole_groups(self.layer, self.weight)
+        return sharded_part(largest_two(part_layer, part).view(torch.uint8), self.weight)
 
     def start(self) -> None:
         self.module.adaptive_layer = self.layer

@@ -21,7 +21,7 @@ from twofour.errors import InputError
 from twofour.progress import OnProgress
 from twofour.recover.data import Windows
 from twofour.recover.losses import next_tokens, perplexity, recovery_loss, summed_task_loss
-from twofour.recover.masks import _reshard
+from twofour.recover.masks import reshard
 from twofour.recover.options import Recover
 from twofour.recover.recipes import recipe_for
 from twofour.recover.spread import device_for, offload_teacher_, replicate, shard_, without_sync
@@ -191,7 +191,7 @@ class Trainer:
                     total[0] += summed_task_loss(logits, next_tokens(tokens))
                     total[1] += tokens[:, 1:].numel()
         parallel.sum_(total)
-        _reshard(self.model)
+        reshard(self.model)
         return float(total[0] / total[1])
 
     def restore_best(self, position: Position) -> None:

@@ -48,7 +48,7 @@ def mask_of(layer: Layer, weight: Tensor) -> Tensor:
     """The mask of a 2:4 weight, sharded like it. On the meta device: one without values, to load into."""
     if weight.is_meta:
         return torch.empty_like(weight, dtype=torch.uint8)
-    part_layer, part = _with_whole_groups(layer, weight)
+    part_layer, part = with_whole_groups(layer, weight)
     require_finite(part, layer.name)
     matrix = part_layer.to_matrix(part)
     first = check_pattern(matrix).first
@@ -61,7 +61,7 @@ def mask_of(layer: Layer, weight: Tensor) -> Tensor:
         )
     keep = keep_best((matrix != 0).view(torch.uint8))
     mask = torch.empty_like(part, dtype=torch.uint8).copy_(part_layer.from_matrix(keep))
-    return _sharded_part(mask, weight)
+    return sharded_part(mask, weight)
 
 
 def require_fits(layer: Layer, mask: Tensor, weight: Tensor) -> None:
@@ -73,8 +73,8 @@ def require_fits(layer: Layer, mask: Tensor, weight: Tensor) -> None:
         )
     if weight.is_meta or mask.is_meta:
         return
-    part_layer, mask_part = _with_whole_groups(layer, shard_like(mask, weight))
-    _, weight_part = _with_whole_groups(layer, weight)
+    part_layer, mask_part = with_whole_groups(layer, shard_like(mask, weight))
+    _, weight_part = with_whole_groups(layer, weight)
     if mask_part.numel() and int(mask_part.max()) > 1:
         raise InputError("the mask has values other than 0 and 1.", layer=layer.name)
     first = check_pattern(part_layer.to_matrix(mask_part)).first
@@ -127,7 +127,7 @@ def zero_pruned_(tensor: Tensor, mask: Tensor) -> None:
         bits.mul_(mask)
 
 
-def _with_whole_groups(layer: Layer, tensor: Tensor) -> tuple[Layer, Tensor]:
+def with_whole_groups(layer: Layer, tensor: Tensor) -> tuple[Layer, Tensor]:
     """A plain tensor in which no group is cut, and the layer with its shape: the local part, if it can be."""
     tensor = tensor.detach()
     if not is_sharded(tensor):
@@ -144,8 +144,8 @@ def _cuts_groups(layer: Layer, tensor: DTensor) -> bool:
     return any(p.is_partial() or getattr(p, "dim", None) == along for p in tensor.placements)
 
 
-def _sharded_part(mask: Tensor, weight: Tensor) -> Tensor:
-    """What was made of `_with_whole_groups(weight)`, in the place of the weight."""
+def sharded_part(mask: Tensor, weight: Tensor) -> Tensor:
+    """What was made of `with_whole_groups(weight)`, in the place of the weight."""
     if not is_sharded(weight) or mask.shape == weight.shape:
         return shard_like(mask, weight)
     from torch.distributed.tensor import DTensor

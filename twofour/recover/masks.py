@@ -52,8 +52,8 @@ def hold_masks(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[
     one) keeps those; one that is held already gives the same object again. On the meta device the masks
     have no values either: load a state dict with masks before `attach`.
     """
-    model = _unwrapped(model)
-    _reshard(model)
+    model = unwrapped(model)
+    reshard(model)
     masked = [
         _masked_layer(name, module) for name, module in model.named_modules() if MASK in module._buffers
     ]
@@ -142,7 +142,7 @@ class Masks:
 
     def _settle(self) -> None:
         """Follow the parameters to where they are now, and look whether they still fit their masks."""
-        _reshard(self._model)
+        reshard(self._model)
         for held in self._held:
             mask = shard_like(held.mask, held.module.get_parameter("weight"))
             if mask.is_meta:
@@ -311,7 +311,7 @@ def _require_none_hidden(model: nn.Module, left: Iterable[LeftAlone]) -> None:
             )
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Have FSDP2 show its sharded parameters: after a forward the root's are still the gathered ones."""
     for module in model.modules():
         if hasattr(module, "set_reshard_after_backward"):
@@ -327,7 +327,7 @@ def _ddp_ignore(model: nn.Module, add: Sequence[str] = (), remove: Sequence[str]
         delattr(model, _DDP_IGNORED)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of DistributedDataParallel and torch.compile, so that names are the model's own."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
