@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from twofour.io.check import check as check
     from twofour.io.load import load as load
     from twofour.io.pack import pack_ as pack_
+    from twofour.io.quantize import quantize_ as quantize_
     from twofour.io.save import save as save
     from twofour.nn.fuse import fuse_ as fuse_
     from twofour.nn.fuse import unfuse_ as unfuse_
@@ -42,6 +43,7 @@ _HOME = {
     "load": "twofour.io.load",
     "pack_": "twofour.io.pack",
     "prune_": "twofour.prune.model",
+    "quantize_": "twofour.io.quantize",
     "recover_": "twofour.recover.train",
     "report": "twofour.report.page",
     "save": "twofour.io.save",
@@ -59,6 +61,7 @@ __all__ = [
     "load",
     "pack_",
     "prune_",
+    "quantize_",
     "recover_",
     "report",
     "save",

@@ -4,6 +4,8 @@
                     compressed?)                                     (and, for cuSPARSELt, in its own form)
     twofour::gated_linear(x, values, meta, scale?, bias?, columns,   activate(g)*h with [g, h] = x·Wᵀ
                           activation, compressed?)
+    twofour::quantized_linear(x, values, meta, scale, bias?,         as linear, but every token of x is first
+                              columns)                               rounded to the 8-bit type of the values
     twofour::linear_input_grad(grad, values, meta, scale?, columns)  grad·W, its gradient for x
     twofour::unpack(values, meta, scale?, columns, dtype?)           W
 
@@ -31,6 +33,10 @@ library.define(
     "str activation, Tensor? compressed=None) -> Tensor"
 )
 library.define(
+    "quantized_linear(Tensor x, Tensor values, Tensor meta, Tensor scale, Tensor? bias, int columns) "
+    "-> Tensor"
+)
+library.define(
     "linear_input_grad(Tensor grad, Tensor values, Tensor meta, Tensor? scale, int columns) -> Tensor"
 )
 library.define(
@@ -39,6 +45,7 @@ library.define(
 
 linear = torch.ops.twofour.linear.default
 gated_linear = torch.ops.twofour.gated_linear.default
+quantized_linear = torch.ops.twofour.quantized_linear.default
 linear_input_grad = torch.ops.twofour.linear_input_grad.default
 unpack = torch.ops.twofour.unpack.default
 
@@ -72,6 +79,12 @@ def _(
     return x.new_empty(*x.shape[:-1], values.shape[0] // 2)
 
 
+@torch.library.register_fake("twofour::quantized_linear", lib=library)
+def _(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    torch._check(x.shape[-1] == columns, lambda: f"x has {x.shape[-1]} features, the layer takes {columns}")
+    return x.new_empty(*x.shape[:-1], values.shape[0])
+
+
 @torch.library.register_fake("twofour::linear_input_grad", lib=library)
 def _(grad: Tensor, values: Tensor, meta: Tensor, scale: Tensor | None, columns: int) -> Tensor:
     rows = values.shape[0]
@@ -98,7 +111,7 @@ def _frozen(needed: bool) -> None:
 
 
 def _keep_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, values, meta, scale, bias, columns, _ = inputs
+    _, values, meta, scale, bias, columns, *_ = inputs
     ctx.save_for_backward(values, meta, scale)
     ctx.columns = columns
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -111,6 +124,11 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = linear_input_grad(grad, values, meta, scale, ctx.columns) if needs_x else None
     grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype) if needs_bias else None
     return grad_x, None, None, None, grad_bias, None, None
+
+
+def _quantized_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Straight through: rounding has no slope of its own, so x gets the gradient of the plain product."""
+    return _linear_backward(ctx, grad)[:-1]
 
 
 def _keep_for_input_grad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -131,6 +149,7 @@ def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
 
 for _name, _backward, _keep in (
     ("linear", _linear_backward, _keep_for_linear),
+    ("quantized_linear", _quantized_backward, _keep_for_linear),
     ("linear_input_grad", _input_grad_backward, _keep_for_input_grad),
     ("unpack", _unpack_backward, None),
 ):

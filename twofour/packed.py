@@ -2,10 +2,12 @@
 
 For a weight of n rows and k columns (k padded with zeros to a multiple of 4 first):
 
-    values  [n, k/2]          the two kept weights of every group of 4, in column order
+    values  [n, k/2]          the two kept weights of every group of 4, in column order;
+            or uint8 [n, k/4] the same in 4 bits (two's complement), the left one in the low nibble
     meta    uint8 [n, ⌈k/8⌉]  group g is the low nibble of byte g/2 when g is even, the high one when odd;
                               nibble = i0 | i1<<2 with i0 < i1 the kept positions: one of 4 8 C 9 D E
-    scale   [n, 1] or [n, k/group], only where the values are quantized
+    scale   [n, 1] or [n, ⌈k/group⌉], only where the values are quantized; how many columns share one follows
+            from the shape, because a group is a power of two: the smallest that so many of cover k
 
 A group with fewer than two nonzeros still names two positions and stores the zero. With an odd number
 of groups the last high nibble belongs to no group and is 0. Leading dimensions (experts) are allowed.
@@ -33,6 +35,9 @@ BITS = {
     torch.int8: torch.int8,
     torch.float8_e4m3fn: torch.int8,
 }
+
+#: Values of 4 bits lie two to a byte. Nothing else is stored in this type.
+FOUR_BIT = torch.uint8
 
 #: Exponent bits of each float type: all set means NaN or infinity (e4m3fn has only NaN, all 7 bits).
 _NONFINITE = {
@@ -69,27 +74,25 @@ class Packed24:
 
         Multiplying a zero-padded input and cutting the output back gives the same numbers and gradients.
         """
-        (_, kept), (_, meta_bytes) = packed_shapes(rows, columns)
+        (_, kept), (_, meta_bytes) = packed_shapes(rows, columns, self.values.dtype)
         more_rows = rows - self.values.shape[-2]
         if more_rows < 0 or columns < self.columns:
             raise InputError(f"cannot pad {list(self.shape)} to the smaller [{rows}, {columns}].")
         grow = (0, kept - self.values.shape[-1], 0, more_rows)
-        bits = self.values.view(BITS[self.values.dtype])
+        bits = self.values.view(BITS.get(self.values.dtype, self.values.dtype))
         values = torch.nn.functional.pad(bits, grow).view(self.values.dtype)
         # New groups name the positions 0 and 1 (nibble 4), as an empty group always does.
-        nibbles = _nibbles(self.meta)[..., : self.values.shape[-1] // 2]
-        grow = (0, kept // 2 - nibbles.shape[-1], 0, more_rows)
+        groups = -(-columns // 4)
+        nibbles = _nibbles(self.meta)[..., : -(-self.columns // 4)]
+        grow = (0, groups - nibbles.shape[-1], 0, more_rows)
         nibbles = torch.nn.functional.pad(nibbles, grow, value=4)
         nibbles = torch.nn.functional.pad(nibbles, (0, 2 * meta_bytes - nibbles.shape[-1]))
         meta = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
         scale = self.scale
         if scale is not None:
-            width = 1
-            if scale.shape[-1] > 1:
-                group = self.values.shape[-1] * 2 // scale.shape[-1]
-                if 2 * kept % group:  # the new width is not made of such groups: of 4 it always is
-                    scale, group = scale.repeat_interleave(group // 4, dim=-1), 4
-                width = 2 * kept // group
+            width = scale.shape[-1]
+            if width > 1:
+                width = -(-columns // scale_group(self.columns, width))
             scale = torch.nn.functional.pad(scale, (0, width - scale.shape[-1], 0, more_rows), value=1)
         return Packed24(values, meta, columns, scale)
 
@@ -97,14 +100,43 @@ class Packed24:
         validate(self.values, self.meta, self.columns, self.scale, layer)
 
 
-def packed_shapes(rows: int, columns: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of `values` and `meta` for an unpacked [rows, columns].
+def packed_shapes(
+    rows: int, columns: int, dtype: torch.dtype | None = None
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of `values`, if stored as `dtype`, and `meta` for an unpacked [rows, columns].
 
     >>> packed_shapes(64, 172)
     ((64, 86), (64, 22))
+    >>> packed_shapes(64, 172, FOUR_BIT)
+    ((64, 43), (64, 22))
     """
     groups = -(-columns // 4)
-    return (rows, groups * 2), (rows, -(-groups // 2))
+    return (rows, groups if dtype == FOUR_BIT else groups * 2), (rows, -(-groups // 2))
+
+
+def scale_group(columns: int, width: int) -> int:
+    """How many columns share a scale, if there are `width` scales a row; the last ones may be fewer.
+
+    The smallest power of two (at least 4) that so many of cover the columns. For a group that is a power of
+    two, ⌈columns/group⌉ scales lead back to that group, so a file need not say it.
+
+    >>> scale_group(288, 3), scale_group(256, 2), scale_group(288, 9)
+    (128, 128, 32)
+    """
+    share = -(-columns // max(width, 1))
+    return max(4, 1 << (share - 1).bit_length()) if share > 0 else 4
+
+
+def to_nibbles(codes: Tensor) -> Tensor:
+    """int8 codes from -8 to 7, [..., 2m], as bytes [..., m]: two's complement, low nibble first."""
+    low, high = (codes.view(torch.uint8) & 15).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | (high << 4)
+
+
+def from_nibbles(values: Tensor) -> Tensor:
+    """The int8 codes again."""
+    codes = torch.stack([values & 15, values >> 4], dim=-1).flatten(-2)
+    return ((codes ^ 8).view(torch.int8) - 8).contiguous()
 
 
 def pack(weight: Tensor, layer: str | None = None) -> Packed24:
@@ -184,7 +216,12 @@ def unpack(
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The dense matrix [..., n, columns] again, in `dtype` (default: that of the values, or of the scale)."""
+    """The dense matrix [..., n, columns] again, in `dtype` (default: that of the values, or of the scale).
+
+    Values of 4 bits without a scale come as the int8 codes that they are.
+    """
+    if values.dtype == FOUR_BIT:
+        values = from_nibbles(values)
     *lead, rows, kept = values.shape
     groups = kept // 2
     v0, v1 = values.view(BITS[values.dtype]).reshape(*lead, rows, groups, 2).unbind(-1)
@@ -194,8 +231,11 @@ def unpack(
     dense = dense.reshape(*lead, rows, groups * 4)[..., :columns].contiguous().view(values.dtype)
     if scale is None:
         return dense if dtype is None else dense.to(dtype)
-    per_column = scale.repeat_interleave(groups * 4 // scale.shape[-1], dim=-1)[..., :columns]
-    return (dense.to(scale.dtype) * per_column).to(dtype or scale.dtype)
+    if scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(scale_group(columns, scale.shape[-1]), dim=-1)[..., :columns]
+    # Exact in float32: a code and a scale of 8 significant bits each (see quantize/schemes.py). So the
+    # product is rounded once, to what is asked for.
+    return (dense.float() * scale.float()).to(dtype or scale.dtype)
 
 
 def _nibbles(meta: Tensor) -> Tensor:
@@ -208,18 +248,18 @@ def validate(
 ) -> None:
     """Refuse a packed matrix that is damaged: shapes that disagree, positions that no packer writes."""
     rows = values.shape[-2] if values.dim() >= 2 else -1
-    want_values, want_meta = packed_shapes(rows, columns)
+    want_values, want_meta = packed_shapes(rows, columns, values.dtype)
     for what, tensor, want in (("values", values, want_values), ("meta", meta, want_meta)):
         if tensor.dim() < 2 or tuple(tensor.shape[-2:]) != want or tensor.shape[:-2] != values.shape[:-2]:
             raise InputError(
                 f"weight_{what} has shape {list(tensor.shape)}, but {columns} columns need {list(want)}.",
                 layer=layer,
             )
-    if values.dtype not in BITS:
+    if values.dtype not in BITS and values.dtype != FOUR_BIT:
         raise InputError(f"weight_values cannot be {values.dtype}.", layer=layer)
     if meta.dtype != torch.uint8:
         raise InputError(f"weight_meta must be uint8, not {meta.dtype}.", layer=layer)
-    groups = want_values[1] // 2
+    groups = -(-columns // 4)
     nibbles = _nibbles(meta)
     bad = ((nibbles & 3) >= (nibbles >> 2))[..., :groups].reshape(math.prod(values.shape[:-1]), groups)
     if bool(bad.any()):
@@ -239,15 +279,18 @@ def validate(
             raise InputError("weight_values holds NaN or infinity.", layer=layer)
     beyond = groups * 4 - columns
     if beyond:
-        last = unpack(values[..., -2:], nibbles[..., groups - 1 : groups], 4)[..., 4 - beyond :]
+        last = unpack(values[..., -want_values[1] // groups :], nibbles[..., groups - 1 : groups], 4)[
+            ..., 4 - beyond :
+        ]
         if bool((last.float() != 0).any()):
             raise InputError(f"a weight is stored beyond the last of {columns} columns.", layer=layer)
     if scale is not None:
         width = scale.shape[-1] if scale.dim() else 0
-        if scale.shape[:-1] != values.shape[:-1] or not width or (width > 1 and groups % width):
+        fits = width == 1 or (width > 1 and width == -(-columns // scale_group(columns, width)))
+        if scale.shape[:-1] != values.shape[:-1] or not fits:
             raise InputError(
-                f"weight_scale has shape {list(scale.shape)}; {rows} rows of {groups} groups need [n, 1] "
-                "or a width that divides the groups.",
+                f"weight_scale has shape {list(scale.shape)}; {rows} rows of {columns} columns need [n, 1] "
+                "or [n, ⌈columns/group⌉] with a power of two as group.",
                 layer=layer,
             )
         if not bool(scale.isfinite().all()):

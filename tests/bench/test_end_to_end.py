@@ -118,6 +118,36 @@ def test_decode_sees_the_whole_cache(model):
     assert not torch.allclose(near, far, atol=1e-3)
 
 
+def test_decode_of_a_model_that_names_its_heads_otherwise():
+    """GPT-2 has no key heads of its own and no head_dim, and learned positions that end."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=16)
+    model = GPT2LMHeadModel(config).eval()
+    step = decode_step(model, Case("decode", 2, 16, attention=None))
+    with torch.no_grad():
+        assert step().shape == (2, 1, 96)
+        assert torch.equal(step(), step())
+
+
+@pytest.mark.parametrize("window", [8, 32])
+def test_decode_in_a_sliding_window(window):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**TINY, num_hidden_layers=2, sliding_window=window)).eval()
+    step = decode_step(model, Case("decode", 2, 16))
+    with torch.no_grad():
+        first = step()
+        again = [step() for _ in range(20)]
+    assert all(bool(logits.isfinite().all()) for logits in again)
+    if window > 16:  # a full window rolls, and another token falls out of it every time
+        assert torch.equal(first, again[-1])
+    else:
+        assert torch.equal(again[-2], again[-1])  # all that is left in it is the token that comes again
+
+
 def test_activations_keep_their_size():
     model = build_model(8, CPU, torch.bfloat16, TINY)
     with torch.no_grad():

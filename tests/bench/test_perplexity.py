@@ -68,6 +68,8 @@ def test_against_itself_and_another(model, tokenizer, _packed):
     other = evaluate(pruned, tokenizer, DOCUMENTS, against=model)
     assert other.agreement < 1
     assert other.kl > 1e-4
+    assert other.against_perplexity == pytest.approx(itself.perplexity, rel=1e-6)
+    assert evaluate(model, tokenizer, DOCUMENTS).against_perplexity is None
 
 
 def test_max_tokens(model, tokenizer):

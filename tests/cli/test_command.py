@@ -3,10 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-VERBS = ["prune", "recover", "pack", "check", "eval", "bench", "tune", "demo", "doctor"]
+from twofour.cli.main import app
+
+VERBS = [command.name for command in app.registered_commands]
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -15,6 +19,28 @@ def test_help_has_an_example(twofour, verb):
     assert ran.status == 0
     assert f"Example: twofour {verb}" in ran.out
     assert "--json" in ran.out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_its_page(verb):
+    assert (DOCS / f"{verb}.md").read_text(encoding="utf-8").startswith(f"# twofour {verb}\n")
+
+
+def test_the_contract_of_verbs():
+    asked = {
+        "advise",
+        "prune",
+        "recover",
+        "pack",
+        "check",
+        "eval",
+        "bench",
+        "tune",
+        "report",
+        "demo",
+        "doctor",
+    }
+    assert asked <= set(VERBS)
 
 
 def test_wrong_command_lines_exit_with_2(twofour):
@@ -125,3 +151,18 @@ def test_progress_lines_without_a_terminal(capsys, monkeypatch):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("packing: 25 %, ")
+
+
+def test_time_left_is_counted_from_where_the_work_began(capsys, monkeypatch):
+    from twofour.cli import output
+
+    clock = iter([0.0, 10.0, 20.0, 30.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    with output.progress("recovering") as on_progress:
+        for done in (80, 90, 95):  # resumed: 80 of 100 were done before
+            on_progress(done, 100, "step")
+    assert capsys.readouterr().err.splitlines() == [
+        "recovering: 80 %, step",  # nothing is known of its speed yet
+        "recovering: 90 %, 10 s left, step",
+        "recovering: 95 %, 7 s left, step",
+    ]

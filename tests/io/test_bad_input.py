@@ -140,7 +140,7 @@ def test_index_that_lies(twofour, dense, tmp_path):
     one_sentence(ran, "model.ghost.weight")
 
 
-@pytest.mark.parametrize("version", [3, 99, "1", None])
+@pytest.mark.parametrize("version", [4, 99, "1", None])
 def test_future_format_version(twofour, packed, version):
     edit_config(packed, lambda c: c["quantization_config"].update(format_version=version))
     ran = twofour("check", packed)

@@ -78,3 +78,25 @@ def test_in_memory_and_on_disk_give_the_same(dense, tmp_path):
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("on disk", "in memory"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_totals_count_the_corrections(dense, tmp_path):
+    from safetensors.torch import load_file
+
+    (tmp_path / "text.txt").write_text("pack my box with five dozen jugs. " * 40)
+    calibration = CalibrationOptions(tmp_path / "text.txt", samples=8, seqlen=32, lowrank=4)
+    prune_checkpoint(dense, tmp_path / "pruned", "wanda", calibration=calibration)
+    step = pack_checkpoint(tmp_path / "pruned", tmp_path / "packed")
+    stored = load_file(tmp_path / "packed" / "model.safetensors")
+    names = ("weight_values", "weight_meta", "lowrank_left", "lowrank_right")
+    by_hand = {n: sum(stored[f"{n}.{what}"].nbytes for what in names) for n in step["layers"]}
+    assert {name: note["packed_bytes"] for name, note in step["layers"].items()} == by_hand
+    assert step["packed_bytes"] == sum(by_hand.values())
+    note = step["layers"]["model.layers.0.mlp.up_proj"]
+    assert note["lowrank_bytes"] == 4 * 4 * (172 + 64)
+    report = twofour.check(tmp_path / "packed")
+    assert {layer.name: layer.stored_bytes for layer in report.layers} == by_hand
+    pruned = {layer.name: layer for layer in twofour.check(tmp_path / "pruned").layers}
+    layer = pruned["model.layers.0.mlp.up_proj"]
+    assert layer.dense_bytes == 4 * 172 * 64
+    assert layer.stored_bytes == layer.dense_bytes + note["lowrank_bytes"]

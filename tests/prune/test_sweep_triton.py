@@ -15,14 +15,14 @@ pytestmark = pytest.mark.skipif(
 INTERPRETED = """
 import torch
 from twofour.prune import sweep_triton
-from twofour.prune.sparsegpt import _factors, sweep_panel
+from twofour.prune.sparsegpt import factors, sweep_panel
 
 random = torch.Generator().manual_seed(0)
 for rows, width, columns in ((11, 64, 96), (3, 20, 20), (8, 4, 8)):
     for jointly in (True, False):
         x = torch.randn(200, columns, generator=random) @ torch.randn(columns, columns, generator=random)
         gram = x.t() @ x / 200
-        factor, removal = _factors(gram, torch.zeros(columns, dtype=torch.bool), 0.01, jointly, None)
+        factor, removal = factors(gram, torch.zeros(columns, dtype=torch.bool), 0.01, jointly, None)
         weight = torch.randn(rows, columns, generator=random)
         weight[0, -8:] = 0.0  # every choice costs the same
         panel = slice(columns - width, columns)  # not at the start: pointers and strides are a view's

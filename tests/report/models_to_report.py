@@ -158,3 +158,34 @@ def whole_model(directory: Path, blocks: int = 2) -> Path:
         told = {"verb": "generate", "model": model, "prompt": "The capital of France is", "text": text}
         write(reports / f"generate-{Path(model).name}.json", told)
     return directory
+
+
+def measured(model: str) -> dict[str, Any]:
+    """A document of `bench DIR` on a GPU."""
+    rows = [
+        {"contender": who, "layers": 2, "what": what, "batch": batch, "tokens": 512, "mode": "graph"}
+        | {"attention": "sdpa", "ms": {"p50": ms}, "times_dense": 9.0 / ms, "tokens_per_s": 1e3 / ms}
+        | {"peak_bytes": 2_220_000_000, "model_bytes": 1_110_000_000}
+        for what, batch in (("prefill", 1), ("prefill", 16), ("decode", 1), ("decode", 16))
+        for who, ms in (("dense", 9.0), ("dense_fused", 4.0), ("twofour", 8.0), ("fused", 6.0))
+        if (what, who) != ("prefill", "fused")
+    ]
+    protocol = {"data": "/somewhere/wiki.txt", "tokens": 2048, "context": 64, "stride": 32}
+    written = {"prompt": "Once upon a time", "dense": "a king", "sparse": "a queen", "same_tokens": 1}
+    return {
+        "verb": "bench",
+        "about": GPU,
+        "model": model,
+        "form": "packed",
+        "dense": {"model": "./dense", "found": "record"},
+        "end_to_end": rows,
+        "perplexity": protocol | {"dense": 6.0, "sparse": 6.06, "agreement": 0.875, "kl": 0.25},
+        "generations": [written],
+    }
+
+
+def measured_model(directory: Path, blocks: int = 2) -> Path:
+    """A whole model that `bench` has measured as well."""
+    whole_model(directory, blocks)
+    write(directory / "reports" / "zbench-1.json", measured(directory.name))
+    return directory

@@ -10,7 +10,7 @@ from twofour.errors import InputError
 from twofour.report.page import report
 
 from .html_reader import Reader
-from .models_to_report import whole_model
+from .models_to_report import measured_model
 
 GONE = object()
 JUNK = (
@@ -60,7 +60,7 @@ def damage(content, path, value):
 @pytest.mark.parametrize("seed", range(2))
 def test_damaged_values(tmp_path, seed):
     chance = random.Random(seed)
-    whole = whole_model(tmp_path / "model", blocks=1)
+    whole = measured_model(tmp_path / "model", blocks=1)
     files = sorted([*whole.glob("*.json"), *whole.glob("reports/*.json")])
     shown = 0
     for _ in range(ROUNDS):

@@ -5,7 +5,14 @@ import json
 import pytest
 
 from twofour.errors import InputError
-from twofour.report.documents import Document, Refused, read_document, read_log
+from twofour.report.documents import (
+    Document,
+    Refused,
+    documents_beside,
+    read_document,
+    read_log,
+    save_document,
+)
 from twofour.report.subject import read_subject, read_subjects
 
 from .models_to_report import layer_names, products, recorded_model, score, write
@@ -124,3 +131,13 @@ def test_a_real_packed_model(packed, pruned):
     assert dense.hashes["weights"] != subject.hashes["weights"]
     record = json.loads((packed / "twofour.json").read_text())
     assert subject.errors("relative_error").keys() == record["steps"][0]["layers"].keys()
+
+
+def test_saved_documents_are_numbered_and_found(tmp_path):
+    first = save_document(tmp_path, score("m", 3.0))
+    second = save_document(tmp_path, score("m", 4.0))
+    other = save_document(tmp_path, products())
+    assert [p.name for p in (first, second, other)] == ["eval-1.json", "eval-2.json", "bench-1.json"]
+    assert json.loads(first.read_text()) == score("m", 3.0)  # not overwritten
+    assert [d.verb for d in documents_beside(tmp_path)] == ["bench", "eval", "eval"]
+    assert sorted(p.name for p in first.parent.iterdir()) == ["bench-1.json", "eval-1.json", "eval-2.json"]

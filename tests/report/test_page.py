@@ -10,7 +10,17 @@ from twofour.errors import InputError
 from twofour.report.page import report
 
 from .html_reader import Reader
-from .models_to_report import KINDS, layer_names, products, recorded_model, score, whole_model, write
+from .models_to_report import (
+    KINDS,
+    layer_names,
+    measured,
+    measured_model,
+    products,
+    recorded_model,
+    score,
+    whole_model,
+    write,
+)
 
 SECTIONS = [
     *("roofline", "layer-times", "end-to-end", "advice", "perplexity", "layer-errors", "sensitivity"),
@@ -95,10 +105,10 @@ def test_what_was_not_measured_is_said_with_its_command(packed, tmp_path):
     commands = [gap["command"] for gap in found["missing"]]
     for start in (
         "twofour bench --shapes 8B --json >",
-        f"twofour tune {packed} --json >",
-        "twofour bench --end-to-end --json >",
+        f"twofour tune {packed} --save",
+        f"twofour bench {packed} --data TEXT --save",
         f"twofour eval {packed} --data TEXT --against ",
-        f"twofour advise {packed} --json >",
+        f"twofour advise {packed} --save",
         "twofour recover ",
         f"twofour report {packed} --generate",
         "twofour prune MODEL OUT --method best --calib TEXT",
@@ -108,7 +118,7 @@ def test_what_was_not_measured_is_said_with_its_command(packed, tmp_path):
         assert gap["what"] in page.text
         assert page.text.count(gap["command"]) >= 2  # where it would be, and in the list at the end
     assert f"mkdir -p {packed}/reports" in page.text
-    assert "its speed and its accuracy were not measured" in found["verdicts"]["packed"]
+    assert "its speed on a GPU and its accuracy were not measured" in found["verdicts"]["packed"]
 
 
 def test_the_commands_make_what_is_missing(packed, tmp_path, twofour):
@@ -359,3 +369,59 @@ def test_command(twofour, whole, tmp_path):
     assert not (tmp_path / "x.html").exists()
     assert twofour("report", tmp_path / "no").status == 2
     assert "Example: twofour report" in twofour("report", "--help").out
+
+
+def test_the_model_itself_was_measured(tmp_path):
+    directory = measured_model(tmp_path / "model-24")
+    found = report([directory], tmp_path / "page.html")
+    assert found["refused"] == []
+    page = Reader((tmp_path / "page.html").read_text(encoding="utf-8"))
+    sound(page)
+    # The whole model says more than its layers, and the last perplexity counts.
+    told = found["verdicts"]["model-24"]
+    assert (
+        "it runs 1.50× dense in decode at batch 1 and 1.12× dense in prefill at batch 16 on NVIDIA H200"
+        in told
+    )
+    assert "its 2:4 layers together" not in told
+    assert "perplexity 6.06 against 6.00 dense (1.01×)" in told
+    assert told.startswith("model-24 is smaller and faster, and as good as dense")
+    for words in ("model-24 itself, 2 layers", "87.5 %", "2.22 GB", "a queen", "a king", "of wiki.txt"):
+        assert words in page.text, words
+    assert not any("as a whole" in gap["what"] for gap in found["missing"])
+
+
+def test_a_model_of_random_weights_is_not_the_model(whole, tmp_path):
+    found = report([whole], tmp_path / "page.html")
+    assert any(gap["command"].startswith(f"twofour bench {whole}") for gap in found["missing"])
+    assert "random weights" in (tmp_path / "page.html").read_text()
+
+
+def test_a_bench_of_one_model_is_not_of_another(tmp_path):
+    one, two = (recorded_model(tmp_path / name, layer_names()) for name in ("one", "two"))
+    about_two = write(tmp_path / "bench.json", measured("elsewhere/two"))
+    found = report([one, two], tmp_path / "page.html", documents=[about_two])
+    assert found["refused"] == []
+    assert "it runs" in found["verdicts"]["two"]
+    assert "it runs" not in found["verdicts"]["one"]
+    write(one / "reports" / "bench.json", measured("two"))
+    found = report([one], tmp_path / "page.html")
+    assert [refusal["why"] for refusal in found["refused"]] == [
+        "is a bench of two, which is not the model it lies beside"
+    ]
+
+
+def test_on_a_cpu_nothing_is_said_of_speed(tmp_path):
+    directory = recorded_model(tmp_path / "m", layer_names())
+    write(directory / "reports" / "bench.json", measured("m") | {"about": {"gpu": None, "machine": "x86_64"}})
+    found = report([directory], tmp_path / "page.html")
+    assert "its speed on a GPU was not measured" in found["verdicts"]["m"]
+    assert "A CPU has no Sparse Tensor Cores" in (tmp_path / "page.html").read_text()
+
+
+def test_later_documents_count_more(tmp_path):
+    directory = recorded_model(tmp_path / "m", layer_names())
+    for number in (1, 2, 10):
+        write(directory / "reports" / f"eval-{number}.json", score("m", float(number)))
+    found = report([directory], tmp_path / "page.html")
+    assert "perplexity 10.0" in found["verdicts"]["m"]

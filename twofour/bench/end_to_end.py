@@ -20,12 +20,14 @@ found it, so that it can be repeated. With a StaticCache transformers builds a m
 the keys and values once for every query head that shares them ("sdpa", what a user gets). At large batches
 that takes longer than all the products together. "grouped" is the same function without the mask, which in a
 full cache hides nothing: what a serving engine's attention is like.
+
+A model of the user's own is measured in the same way by `twofour.bench.model`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,7 +37,7 @@ from torch import Tensor
 from twofour.bench.products import free, one_line
 from twofour.bench.timing import Times, time_cpu, time_eager, time_graph
 from twofour.errors import InputError
-from twofour.nn import Memory, packed_layers
+from twofour.nn import Memory, fuse_, packed_layers, set_memory, unfuse_
 from twofour.progress import OnProgress, silent
 
 CONTENDERS = ("dense", "dense_fused", "torch24", "twofour", "fused", "fast")
@@ -70,7 +72,7 @@ class Case:
     batch: int
     tokens: int  # prefill: of each sequence; decode: places in the cache, the new token's included
     graph: bool = False
-    attention: Literal["sdpa", "grouped"] = "sdpa"
+    attention: Literal["sdpa", "grouped"] | None = "sdpa"  # None: as the model was loaded
 
 
 CASES = (
@@ -106,33 +108,58 @@ def run_end_to_end(
         raise InputError(f"no contender {unknown[0]!r}.", hint=f"Choose from: {', '.join(CONTENDERS)}.")
     model = build_model(layers, device, dtype, shape, seed)
     stages = Stages(model, seed)
-    total = len(cases) * len(contenders)
-    rows: list[dict[str, Any]] = []
-    took: dict[tuple[str, Case], float] = {}
+    board = Board(cases, len(contenders), device, seed, on_progress)
     for contender in CONTENDERS:
         if contender not in contenders:
             continue
-        facts: dict[str, Any] = {"contender": contender, "layers": layers}
+        facts: dict[str, Any] = {"layers": layers}
         failed = None
-        on_progress(len(rows), total, f"making {contender}")
+        board.tell(f"making {contender}")
         try:
             facts |= stages.advance(contender)
         except Exception as error:  # PyTorch's own form refuses some shapes
             failed = one_line(error)
-        for case in cases:
-            on_progress(len(rows), total, f"{contender}, {case.what} {case.batch}×{case.tokens}")
-            row = facts | (
-                _unmeasured(case, device) | {"error": failed} if failed else _measure(model, case, seed)
-            )
+        board.measure(model, contender, facts, failed)
+    board.tell("done")
+    return board.rows
+
+
+class Board:
+    """The rows of one run: every contender in every case, each with its ratio to the baselines before it."""
+
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        contenders: int,
+        device: torch.device,
+        seed: int = 0,
+        on_progress: OnProgress = silent,
+    ) -> None:
+        self.cases, self.device, self.seed = cases, device, seed
+        self.total = len(cases) * contenders
+        self.on_progress = on_progress
+        self.rows: list[dict[str, Any]] = []
+        self._took: dict[tuple[str, Case], float] = {}
+
+    def tell(self, label: str) -> None:
+        self.on_progress(len(self.rows), self.total, label)
+
+    def measure(self, model: Any, contender: str, facts: dict[str, Any], failed: str | None = None) -> None:
+        """A row for each case. `failed` says why there is no such contender: then the rows say it too."""
+        for case in self.cases:
+            self.tell(f"{contender}, {case.what} {case.batch}×{case.tokens}")
+            row: dict[str, Any] = {"contender": contender, **facts}
+            if failed:
+                row |= _unmeasured(case, self.device) | {"error": failed}
+            else:
+                row |= _measure(model, case, self.seed)
             if row["ms"]:
-                took[contender, case] = row["ms"]["p50"]
+                self._took[contender, case] = row["ms"]["p50"]
             for baseline, ratio in BASELINES.items():
-                known = row["ms"] and (baseline, case) in took
-                row[ratio] = took[baseline, case] / row["ms"]["p50"] if known else None
-            rows.append(row)
-            free(device)
-    on_progress(total, total, "done")
-    return rows
+                known = row["ms"] and (baseline, case) in self._took
+                row[ratio] = self._took[baseline, case] / row["ms"]["p50"] if known else None
+            self.rows.append(row)
+            free(self.device)
 
 
 def build_model(
@@ -164,26 +191,18 @@ class Stages:
         self.kept: dict[str, torch.nn.Parameter] = {}  # dense weights while PyTorch's form is in their place
 
     def advance(self, to: str) -> dict[str, Any]:
-        from twofour.nn import fuse_, set_memory, unfuse_
-
-        if to == "dense":
-            return {}
-        if to == "dense_fused":
-            fuse_(self.model)
+        if to in BASELINES:
+            take_form(self.model, to)
             return {}
         if self.before is None:
             unfuse_(self.model)
             self._prune()
         if to == "torch24":
-            return self._facts(self._with_torch(), resident=None)
+            return {"dense_bytes": self.dense_bytes, **self._facts(self._with_torch())}
         if not packed_layers(self.model):
             self._pack()
-        if to in ("fused", "fast"):
-            fuse_(self.model)
-        if to == "fast":
-            set_memory(self.model, "fast")
-        free(self.model.device)
-        return self._facts(self._logits(), resident=resident_bytes(self.model))
+        take_form(self.model, to)
+        return self._facts(self._logits()) | packed_facts(self.model, self.dense_bytes)
 
     def _logits(self) -> Tensor:
         logits: Tensor = self.model(self.tokens, use_cache=False).logits.float()
@@ -221,18 +240,34 @@ class Stages:
             memory: Memory = "auto" if self.model.device.type == "cuda" else "small"
             pack_(self.model, include=[f"model.layers.{block}.*"], memory=memory)
 
-    def _facts(self, after: Tensor, resident: int | None) -> dict[str, Any]:
+    def _facts(self, after: Tensor) -> dict[str, Any]:
         before = self.before
         assert before is not None
         return {
-            "packed_layers": len(packed_layers(self.model)),
-            "resident_bytes": resident,
-            "dense_bytes": self.dense_bytes,
-            "resident_share": None if resident is None else resident / self.dense_bytes,
             "logits_max_relative_error": float((after - before).abs().max() / before.abs().max()),
             "logits_relative_error": float((after - before).norm() / before.norm()),
             "logits_same_best": float((after.argmax(-1) == before.argmax(-1)).float().mean()),
         }
+
+
+def take_form(model: Any, contender: str) -> None:
+    """From the form before it in CONTENDERS to this one; a packed model must be packed already."""
+    if contender in ("dense_fused", "fused", "fast"):
+        fuse_(model)
+    if contender == "fast":
+        set_memory(model, "fast")
+    free(model.device)
+
+
+def packed_facts(model: torch.nn.Module, dense_bytes: int) -> dict[str, Any]:
+    """How many layers are packed, and what their tensors take beside what they took dense."""
+    resident = resident_bytes(model)
+    return {
+        "packed_layers": len(packed_layers(model)),
+        "resident_bytes": resident,
+        "dense_bytes": dense_bytes,
+        "resident_share": resident / dense_bytes if dense_bytes else None,
+    }
 
 
 def resident_bytes(model: torch.nn.Module) -> int:
@@ -242,8 +277,17 @@ def resident_bytes(model: torch.nn.Module) -> int:
 def _bytes_beside_bias(module: torch.nn.Module) -> int:
     """All tensors a layer holds, so also a dense copy or a repacked form that a backend keeps."""
     named = [*module.named_parameters(), *module.named_buffers()]
+    return _storage_bytes(tensor for name, tensor in named if name != "bias")
+
+
+def tensor_bytes(model: torch.nn.Module) -> int:
+    """All that a model's tensors take, tied ones once."""
+    return _storage_bytes((*model.parameters(), *model.buffers()))
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     # By storage: the values may lie inside the form that a backend keeps.
-    storages = [tensor.untyped_storage() for name, tensor in named if name != "bias"]
+    storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -257,11 +301,14 @@ def _measure(model: Any, case: Case, seed: int) -> dict[str, Any]:
     device = model.device
     gpu = device.type == "cuda"
     row = _unmeasured(case, device)
-    model.set_attn_implementation(GROUPED if case.attention == "grouped" else "sdpa")
+    if case.attention is None:
+        row["attention"] = getattr(model.config, "_attn_implementation", None)
+    else:
+        model.set_attn_implementation(GROUPED if case.attention == "grouped" else "sdpa")
     free(device)
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    row["model_bytes"] = torch.cuda.memory_allocated(device) if gpu else None
+    row["model_bytes"] = torch.cuda.memory_allocated(device) if gpu else tensor_bytes(model)
     try:
         step = (prefill_step if case.what == "prefill" else decode_step)(model, case, seed)
         if not bool(step().isfinite().all()):
@@ -296,23 +343,32 @@ def decode_step(model: Any, case: Case, seed: int = 0) -> Callable[[], Tensor]:
     """One token after tokens - 1 others. All it reads has a fixed address, as a graph needs."""
     from transformers import StaticCache
 
-    config, device = model.config, model.device
+    config, device = model.config.get_text_config(decoder=True), model.device
     tokens = _tokens(model, case.batch, 1, seed)
     position = torch.full((case.batch, 1), case.tokens - 1, device=device)
     cache = StaticCache(config=config, max_cache_len=case.tokens)
-    heads = (config.num_key_value_heads, config.head_dim)
+    queries = config.num_attention_heads
+    heads = (
+        getattr(config, "num_key_value_heads", None) or queries,
+        getattr(config, "head_dim", None) or config.hidden_size // queries,
+    )
     cache.early_initialization(case.batch, *heads, dtype=model.dtype, device=device)
     random = torch.Generator(device).manual_seed(seed)
     for layer in cache.layers:
         layer.keys.normal_(generator=random)
         layer.values.normal_(generator=random)
         layer.cumulative_length.fill_(case.tokens - 1)
-    lengths = [layer.cumulative_length for layer in cache.layers]
+    sliding = [layer for layer in cache.layers if hasattr(layer, "cumulative_length_int")]
+    # A sliding window that is full rolls its places and counts no further on the device.
+    lengths = [x.cumulative_length for x in cache.layers if case.tokens <= x.max_cache_len]
 
     def step() -> Tensor:
+        for layer in sliding:
+            layer.cumulative_length_int = case.tokens - 1
         out = model(tokens, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1)
         # Every layer counted the new token; one kernel takes it back, inside the graph.
-        torch._foreach_sub_(lengths, 1)
+        if lengths:
+            torch._foreach_sub_(lengths, 1)
         logits: Tensor = out.logits
         return logits
 
@@ -321,5 +377,5 @@ def decode_step(model: Any, case: Case, seed: int = 0) -> Callable[[], Tensor]:
 
 def _tokens(model: Any, batch: int, tokens: int, seed: int) -> Tensor:
     random = torch.Generator(model.device).manual_seed(seed)
-    vocabulary = model.config.vocab_size
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
     return torch.randint(vocabulary, (batch, tokens), device=model.device, generator=random)

@@ -47,6 +47,7 @@ class Perplexity:
     seconds: float
     agreement: float | None = None  # share of positions with the same most likely token as `against`
     kl: float | None = None  # mean KL divergence from `against`, in nats
+    against_perplexity: float | None = None  # of `against`, over the same tokens
 
 
 def evaluate(
@@ -72,7 +73,7 @@ def evaluate(
     if not total:
         raise InputError("the text is too short: not one token could be scored.")
     start = time.perf_counter()
-    loss = same = divergence = 0.0
+    loss = other_loss = same = divergence = 0.0
     done = 0
     for batch in _batches(windows):
         tokens, scored = _tensors(batch, model.device)
@@ -81,6 +82,7 @@ def evaluate(
         if against is not None:
             log_q, _ = _log_probabilities(against, tokens.to(against.device), scored.to(against.device))
             log_q = log_q.to(log_p.device)
+            other_loss -= float(log_q.gather(-1, targets[:, None]).sum())
             same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
             divergence += float(F.kl_div(log_p, log_q, reduction="sum", log_target=True))
         done += len(targets)
@@ -96,6 +98,7 @@ def evaluate(
         seconds=time.perf_counter() - start,
         agreement=same / total if against is not None else None,
         kl=divergence / total if against is not None else None,
+        against_perplexity=math.exp(min(other_loss / total, 700)) if against is not None else None,
     )
 
 

@@ -20,7 +20,7 @@ on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -61,7 +61,7 @@ class Block:
 
     `grams` are the statistics of its layers' inputs, `calls` what it is called with, both after the change
     of all blocks before it; a Gram matrix that is taken out is freed. `targets`, where asked for, are what
-    it should give, call by call.
+    it should give, call by call, and `origins`, with `follow`, what the model as it was would give to it.
     """
 
     number: int
@@ -72,6 +72,7 @@ class Block:
     calls: list[Call]
     targets: list[Tensor]
     device: torch.device
+    origins: list[Tensor] = field(default_factory=list)
 
 
 #: Share of a GPU's free memory that the states of all windows may take; otherwise they are kept on the CPU.
@@ -199,6 +200,7 @@ def run_blocks(
             if todo:
                 of_block = targets if follow is not None and follow < 1 else None
                 grams = observe(block, own, prefix, calls, shelf, of_block)
+            origins = list(dense) if todo else []
             if follow:
                 for i, call in enumerate(calls):
                     dense[i] = shelf.put(Call(dense[i], call.rest, call.named).through(block, device))
@@ -212,8 +214,8 @@ def run_blocks(
                 if restore is not None:
                     restore(number)
             elif todo:
-                change(Block(number, prefix[:-1], block, own, grams, calls, targets, device))
-                del grams  # gigabytes, in a large model
+                change(Block(number, prefix[:-1], block, own, grams, calls, targets, device, origins))
+                del grams, origins  # gigabytes, in a large model
             if number + 1 < len(blocks):
                 pass_through(block, calls, shelf)
             weights.release(number, block)

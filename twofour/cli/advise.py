@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from twofour.cli.output import Json, note, print_json, say, size, table
+from twofour.cli.output import Json, Save, keep, note, print_json, say, size, table
 
 if TYPE_CHECKING:
     from twofour.advise.advice import Advice, LayerAdvice, Phase
@@ -44,6 +44,7 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="What `twofour bench --shapes 8B --json` wrote on your GPU."),
     ] = None,
+    save: Save = False,
     json: Json = False,
 ) -> None:
     """Tell before pruning whether 2:4 pays for a model, a GPU and a workload, layer by layer."""
@@ -61,8 +62,11 @@ def command(
         attention=attention,  # type: ignore[arg-type]  # advise says which there are
         measured=measured,
     )
+    document = {"verb": "advise", **advice.to_dict()}
+    if save:
+        keep(document, model if model.is_dir() else model.parent)
     if json:
-        print_json({"verb": "advise", **advice.to_dict()})
+        print_json(document)
         return
     _show(advice)
 

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from twofour.cli.output import Json, note, print_json, progress, quiet_libraries, say, size, table
+from twofour.cli.bench_model import show_model
+from twofour.cli.output import (
+    Json,
+    Save,
+    keep,
+    note,
+    print_json,
+    progress,
+    quiet_libraries,
+    say,
+    size,
+    table,
+)
 from twofour.errors import InputError
 
-EXAMPLE = "Example: [bold]twofour bench --shapes 8B --tokens 1,16,2048[/]"
+EXAMPLE = "Example: [bold]twofour bench ./Llama-3-8B-24-packed --data wiki.test.txt --save[/]"
 
 DTYPES = ("bfloat16", "float16")
 
@@ -36,10 +49,27 @@ TINY_MODEL = {
 
 
 def command(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", help="Measure this causal language model.", show_default=False),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Its dense model. Default: the one that it was pruned from.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="TEXT", help="Also its perplexity on a text.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the text to score.")] = None,
+    batches: Annotated[
+        str | None, typer.Option(metavar="B,B,…", help="Sequences at once. Default: 1,4,16; on a CPU 1,4.")
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt. Default: 512; on a CPU 128.")
+    ] = None,
+    generate: Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")] = 64,
     shapes: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Products of these sizes: 8B, 70B or tiny. Default: 8B, or tiny on a CPU."
+            metavar="NAME",
+            help="Or products of these sizes: 8B, 70B or tiny. Default: 8B, or tiny on a CPU.",
         ),
     ] = None,
     tokens: Annotated[
@@ -49,22 +79,42 @@ def command(
     end_to_end: Annotated[
         bool,
         typer.Option(
-            "--end-to-end", help="Measure a whole model shaped like Llama-3-8B; products only with --shapes."
+            "--end-to-end",
+            help="Or a whole model of random weights shaped like Llama-3-8B; products only with --shapes.",
         ),
     ] = False,
     layers: Annotated[int, typer.Option(min=1, help="Layers of that model.")] = 32,
+    save: Save = False,
     json: Json = False,
 ) -> None:
-    """Time products and whole models, packed against dense, on this machine."""
+    """Measure a model, or products of known shapes, packed against dense, on this machine."""
     import torch
 
     from twofour.bench.timing import about
 
+    if directory is not None:
+        if shapes is not None or end_to_end or tokens is not None:
+            raise InputError(
+                "give a model directory, or --shapes and --end-to-end for models of random weights.",
+                hint="A directory takes --batches, --prompt and --generate instead of --tokens.",
+            )
+        _model(
+            *(directory, against, data, save, json),
+            max_tokens=max_tokens,
+            batches=_counts(batches, "--batches", "1,4,16"),
+            prompt=prompt,
+            generate=generate,
+        )
+        return
+    given = {"--against": against, "--data": data, "--batches": batches, "--prompt": prompt}
+    given |= {"--save": save or None, "--max-tokens": max_tokens}
+    if alone := [name for name, value in given.items() if value is not None]:
+        raise InputError(f"{alone[0]} is for a model: give its directory.")
     if dtype not in DTYPES:
         raise InputError(f"cannot measure in {dtype!r}.", hint=f"Choose one of: {', '.join(DTYPES)}.")
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
-    counts = _counts(tokens) or (GPU_TOKENS if gpu else CPU_TOKENS)
+    counts = _counts(tokens, "--tokens", "1,16,2048") or (GPU_TOKENS if gpu else CPU_TOKENS)
     document: dict[str, Any] = {"verb": "bench", "about": about(device)}
     if not gpu:
         note(NO_GPU)
@@ -84,15 +134,36 @@ def command(
         _show_end_to_end(document["end_to_end"])
 
 
-def _counts(tokens: str | None) -> tuple[int, ...] | None:
-    if tokens is None:
+def _counts(text: str | None, option: str, example: str) -> tuple[int, ...] | None:
+    if text is None:
         return None
-    parts = [part.strip() for part in tokens.split(",")]
+    parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise InputError(
-            f"--tokens {tokens!r} is not a list of positive numbers.", hint="Write it as 1,16,2048."
+            f"{option} {text!r} is not a list of positive numbers.", hint=f"Write it as {example}."
         )
     return tuple(int(part) for part in parts)
+
+
+def _model(
+    directory: Path, against: Path | None, data: Path | None, save: bool, json: bool, **options: Any
+) -> None:
+    import torch
+
+    from twofour.bench.model import run_model
+    from twofour.bench.timing import about
+
+    quiet_libraries()
+    with progress("measuring") as on_progress:
+        found = run_model(directory, against, data=data, on_progress=on_progress, **options)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    document = {"verb": "bench", "about": about(device), **found}
+    if save:
+        keep(document, directory)
+    if json:
+        print_json(document)
+    else:
+        show_model(document)
 
 
 def _products(shapes: str, counts: tuple[int, ...], dtype: Any, device: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from twofour.cli.output import Json, print_json, progress, quiet_libraries, say
+from twofour.cli.output import Json, Save, keep, print_json, progress, quiet_libraries, say
 
 EXAMPLE = "Example: [bold]twofour eval ./Llama-3-8B-24-packed --data wiki.test.txt --against ./Llama-3-8B[/]"
 
@@ -26,6 +26,7 @@ def command(
         int | None, typer.Option(help="Tokens from window to window. Default: half a window.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = None,
+    save: Save = False,
     json: Json = False,
 ) -> None:
     """Perplexity of a model on a text, with its tokens and seconds."""
@@ -48,8 +49,17 @@ def command(
             against=other,
             on_progress=on_progress,
         )
+    document = {
+        "verb": "eval",
+        "model": str(directory),
+        "against": against and str(against),
+        "data": str(data),
+        **asdict(result),
+    }
+    if save:
+        keep(document, directory)
     if json:
-        print_json({"verb": "eval", "model": str(directory), "data": str(data), **asdict(result)})
+        print_json(document)
         return
     say(
         f"{directory}: perplexity [bold]{result.perplexity:.3f}[/] over {result.tokens} tokens of "
@@ -61,6 +71,6 @@ def command(
     )
     if result.agreement is not None:
         say(
-            f"Against {against}: the same most likely token at {result.agreement:.1%} of the positions, "
-            f"KL {result.kl:.4f} nats."
+            f"Against {against}, whose perplexity is {result.against_perplexity:.3f}: the same most likely "
+            f"token at {result.agreement:.1%} of the positions, KL {result.kl:.4f} nats."
         )

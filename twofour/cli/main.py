@@ -14,7 +14,21 @@ from typing import Annotated
 
 import typer
 
-from twofour.cli import advise, bench, check, demo, doctor, eval, pack, prune, recover, report, tune
+from twofour.cli import (
+    advise,
+    bench,
+    check,
+    demo,
+    doctor,
+    eval,
+    pack,
+    prune,
+    quantize,
+    recover,
+    report,
+    sensitivity,
+    tune,
+)
 from twofour.cli.output import print_error
 from twofour.errors import TwoFourError
 from twofour.version import __version__
@@ -42,7 +56,21 @@ def _options(
     pass
 
 
-for verb in (advise, prune, recover, pack, check, eval, bench, tune, report, demo, doctor):
+for verb in (
+    advise,
+    sensitivity,
+    prune,
+    recover,
+    quantize,
+    pack,
+    check,
+    eval,
+    bench,
+    tune,
+    report,
+    demo,
+    doctor,
+):
     app.command(verb.__name__.rpartition(".")[2], epilog=verb.EXAMPLE)(verb.command)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from twofour.progress import OnProgress
+from twofour.words import alike as alike
+from twofour.words import size as size  # verbs import all they print with from here
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Include = Annotated[
@@ -26,6 +28,9 @@ Include = Annotated[
     ),
 ]
 Exclude = Annotated[list[str] | None, typer.Option(help="Leave these layers alone. Repeatable.")]
+Save = Annotated[
+    bool, typer.Option("--save", help="Keep the JSON document in reports/ of the model, for the report.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where a run that was cut short stopped.")]
 
 #: Without a terminal: how often a plain line tells how far the work is.
@@ -35,6 +40,13 @@ SECONDS_BETWEEN_LINES = 5.0
 def print_json(document: dict[str, Any]) -> None:
     json.dump(document, sys.stdout, indent=2, ensure_ascii=False, default=str)
     sys.stdout.write("\n")
+
+
+def keep(document: dict[str, Any], directory: Path) -> None:
+    """Put the document beside the model, where `twofour report` finds it."""
+    from twofour.report.documents import save_document
+
+    note(escape(f"Kept: {save_document(directory, document)}"))
 
 
 def print_error(message: str, *, as_json: bool, layer: str | None = None) -> None:
@@ -77,15 +89,20 @@ def progress(what: str) -> Iterator[OnProgress]:
                 task, completed=done, total=total, label=escape(label)
             )
         return
-    start = last = time.monotonic()
+    last = time.monotonic()
+    begun: tuple[float, int] | None = None  # when the work first told of itself, and what was done by then
 
     def on_progress(done: int, total: int, label: str) -> None:
-        nonlocal last
+        nonlocal last, begun
         now = time.monotonic()
+        if begun is None or done < begun[1]:
+            begun = (now, done)
         if now - last >= SECONDS_BETWEEN_LINES:
             last = now
-            left = (now - start) * (total - done) / max(done, 1)
-            note(escape(f"{what}: {100 * done // max(total, 1)} %, {left:.0f} s left, {label}"))
+            # A resumed run starts far along: what it found done tells nothing of its speed.
+            start, before = begun
+            left = f"{(now - start) * (total - done) / (done - before):.0f} s left, " if done > before else ""
+            note(escape(f"{what}: {100 * done // max(total, 1)} %, {left}{label}"))
 
     yield on_progress
 
@@ -97,25 +114,3 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("torch").setLevel(logging.ERROR)
-
-
-def size(count: float) -> str:
-    """Bytes for people.
-
-    >>> size(1_234_567)
-    '1.23 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def alike(name: str) -> str:
-    """A layer's name with its numbers starred, to show layers of one kind in one row.
-
-    >>> alike("model.layers.12.mlp.down_proj")
-    'model.layers.*.mlp.down_proj'
-    """
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)

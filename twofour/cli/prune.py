@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from twofour.cli.output import (
-    Exclude,
     Include,
     Json,
     Resume,
     alike,
+    note,
     print_json,
     progress,
     quiet_libraries,
@@ -51,7 +52,25 @@ def command(
         int, typer.Option(min=0, help="Rank of a correction kept beside each weight; 0: none.")
     ] = 0,
     include: Include = None,
-    exclude: Exclude = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", "--keep-dense", help="Leave these layers dense. Repeatable."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ppl=1.05x|speed=1.3x",
+            help="Choose the layers that stay dense: most speed within this perplexity, or least loss for "
+            "this speed. Both against dense; needs --calib.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Budget: the GPU, e.g. H100, L40S. Default: this machine's."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Budget: sequences at once.")] = 1,
+    seq: Annotated[int, typer.Option(help="Budget: tokens of each prompt.")] = 2048,
+    generate: Annotated[int, typer.Option(help="Budget: tokens generated for each prompt.")] = 256,
     resume: Resume = False,
     json: Json = False,
 ) -> None:
@@ -59,18 +78,37 @@ def command(
     from twofour.calibrate import parallel
     from twofour.io.prune import prune_checkpoint
     from twofour.io.prune_calibrated import CalibrationOptions
+    from twofour.io.writer import require_new
 
     if lowrank and calib is None:
         raise InputError("--lowrank fits a correction to text.", hint="Give text with --calib FILE.")
+    if budget and calib is None:
+        raise InputError("--budget weighs losses on text.", hint="Give text with --calib FILE.")
     quiet_libraries()
-    with parallel.group_of_torchrun(), progress("pruning") as on_progress:
+    calibration = CalibrationOptions(calib, samples, seqlen, seed, lowrank) if calib else None
+    chosen = None
+    with parallel.group_of_torchrun():
         first = parallel.is_first()
-        step = prune_checkpoint(
-            *(model, out, method, include or (), exclude or ()),
-            calibration=CalibrationOptions(calib, samples, seqlen, seed, lowrank) if calib else None,
-            resume=resume,
-            on_progress=on_progress if first else silent,
-        )
+        if budget and calibration is not None:
+            from twofour.advise.budget import Work, plan, read_budget
+
+            require_new(out)  # before minutes of measuring
+            work = Work(gpu, batch, seq, generate)
+            with progress("measuring") as on_progress:
+                chosen = plan(
+                    *(model, read_budget(budget), calibration, method, include or (), exclude or (), work),
+                    on_progress=on_progress if first else silent,
+                )
+            chosen = parallel.of_first(chosen)  # rounding may differ from GPU to GPU
+        with progress("pruning") as on_progress:
+            step = prune_checkpoint(
+                *(model, out, method, include or (), exclude or ()),
+                calibration=calibration,
+                kept=chosen.kept if chosen else None,
+                budget=chosen.to_dict() if chosen else None,
+                resume=resume,
+                on_progress=on_progress if first else silent,
+            )
     if not first:
         return
     errors = [layer["relative_error"] for layer in step["layers"].values()]
@@ -79,6 +117,14 @@ def command(
         return
     say(f"Pruned {len(errors)} layers to 2:4 by {step['options']['method']}: {out}")
     say(f"Weight lost, as a share of each layer's norm: {min(errors):.3f} to {max(errors):.3f}.")
+    if chosen:
+        for text in chosen.notes:
+            note(escape(text))
+        say(
+            f"Budget {chosen.budget}: {len(chosen.dense)} layers stay dense. Told for the {chosen.gpu}: "
+            f"{chosen.speed:.2f} times dense's speed ({chosen.speed_all:.2f} with all pruned); of layers "
+            f"pruned one by one: {chosen.perplexity:.3f} times its perplexity ({chosen.perplexity_all:.3f})."
+        )
     if unseen := [name for name, layer in step["layers"].items() if layer.get("tokens") == 0]:
         say(
             f"No calibration token reached {len(unseen)} layers, such as {unseen[0]}: pruned by weight alone."
@@ -93,4 +139,4 @@ def command(
             say(f"{back} of {len(blocks)} blocks keep their untuned weights: there the tuning did not help.")
     left = sorted({f"{alike(name)} ({reason})" for name, reason in step["left"].items()})
     say("Left alone: " + ("; ".join(left) or "nothing") + ".")
-    say(f"Next: [bold]twofour pack {out} {out}-packed[/]")
+    say(f"Next: [bold]twofour recover {out} {out}-r --data TEXT --teacher {model}[/], then pack it")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from twofour.cli.output import Json, print_json, progress, quiet_libraries, say, table
+from twofour.cli.output import Json, Save, keep, print_json, progress, quiet_libraries, say, table
 
 EXAMPLE = "Example: [bold]twofour tune ./Llama-3-8B-24-packed[/]"
 
@@ -19,12 +19,14 @@ def command(
     shapes: Annotated[str | None, typer.Option(help="Or the shapes of a known one: 8B, 70B.")] = None,
     tokens: Annotated[str, typer.Option(help="Numbers of tokens, or all.")] = "all",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    save: Save = False,
     json: Json = False,
 ) -> None:
     """Measure which kernel is fastest for each layer and number of tokens on this GPU, and remember it."""
     import torch
 
     from twofour.bench.products import named_shapes
+    from twofour.bench.timing import about
     from twofour.bench.tune import shapes_to_tune, tune
     from twofour.errors import InputError
     from twofour.io.checkpoint import Checkpoint
@@ -35,6 +37,8 @@ def command(
     quiet_libraries()
     if (directory is None) == (shapes is None):
         raise InputError("give a model directory or --shapes, one of them.")
+    if save and directory is None:
+        raise InputError("--save keeps the document beside a model: give its directory.")
     if not torch.cuda.is_available():
         raise InputError("tuning needs a GPU, and PyTorch finds none.", hint="See twofour doctor.")
     if dtype not in ("bfloat16", "float16"):
@@ -59,8 +63,11 @@ def command(
             wanted, [dispatch.bucket_of(b) for b in buckets], getattr(torch, dtype), device, on_progress
         )
     where = tuning.own_path(device.index)
+    document = {"verb": "tune", "about": about(device), "kept_in": str(where), "rows": rows}
+    if save and directory is not None:
+        keep(document, directory)
     if json:
-        print_json({"verb": "tune", "kept_in": str(where), "rows": rows})
+        print_json(document)
         return
     shown = [
         (

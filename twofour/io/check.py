@@ -11,15 +11,21 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from twofour.errors import InputError
 from twofour.io.checkpoint import CONFIG, Checkpoint
-from twofour.io.format import is_packed, packed_modules, stub
-from twofour.io.pack import layers_to_pack
+from twofour.io.format import is_packed, packed_modules, scheme_of, stub
+from twofour.io.pack import layers_to_pack, lowrank_bytes
 from twofour.io.writer import CHECKSUMS, sha256
 from twofour.packed import unpack, validate
 from twofour.pattern import check_pattern, require_finite
 from twofour.progress import OnProgress, silent
+from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
+
+#: Of a dense weight, where the packed one is quantized and does not tell: 16 bit.
+DENSE_BYTES = 2
 
 
 @dataclass
@@ -32,7 +38,7 @@ class LayerCheck:
     under: int  # groups with fewer than two nonzeros, which is allowed
     over: int  # groups with more, which is not
     dense_bytes: int
-    stored_bytes: int
+    stored_bytes: int  # with a low-rank correction, if it has one
 
 
 @dataclass
@@ -103,7 +109,7 @@ def _packed_layers(checkpoint: Checkpoint, report: CheckReport) -> dict[str, Lay
     modules = packed_modules(checkpoint.config["quantization_config"])
     for name in checkpoint.tensors:
         base, _, what = name.rpartition(".")
-        if what in ("weight_values", "weight_meta") and base not in modules:
+        if what in ("weight_values", "weight_meta", "weight_scale") and base not in modules:
             report.faults.append(f"{base}: the file holds its {what}, but the config does not list it.")
     if missing := [key for key in stub(modules) if key not in checkpoint.tensors]:
         report.faults.append(f"{missing[0]}: the empty tensor that stops loaders without twofour is missing.")
@@ -113,19 +119,41 @@ def _packed_layers(checkpoint: Checkpoint, report: CheckReport) -> dict[str, Lay
 
 
 def _check_packed(checkpoint: Checkpoint, base: str, layer: Layer) -> LayerCheck:
-    for what in ("weight_values", "weight_meta"):
+    scheme = scheme_of(checkpoint.config["quantization_config"])
+    for what in ("weight_values", "weight_meta", *(() if scheme is None else ("weight_scale",))):
         if f"{base}.{what}" not in checkpoint.tensors:
             raise InputError(f"the config lists it, but the files hold no {what}.", layer=base)
     values, meta = checkpoint.read(f"{base}.weight_values"), checkpoint.read(f"{base}.weight_meta")
     if values.dim() == 2 and values.shape[0] != layer.rows:
         raise InputError(f"weight_values has {values.shape[0]} rows, the config {layer.rows}.", layer=base)
-    validate(values, meta, layer.columns, layer=base)
-    groups = check_pattern(unpack(values, meta, layer.columns))
-    dense = values.element_size()
+    scale = None
+    if scheme is not None:
+        scale = checkpoint.read(f"{base}.weight_scale")
+        _require_scheme(values, scale, scheme, layer)
+    validate(values, meta, layer.columns, scale, layer=base)
+    groups = check_pattern(unpack(values, meta, layer.columns))  # of the codes, where there are such
+    dense = values.element_size() if scheme is None else DENSE_BYTES
     for side in layer.shape:
         dense *= side
-    stored = values.nbytes + meta.nbytes
+    stored = values.nbytes + meta.nbytes + lowrank_bytes(checkpoint, base)
+    stored += scale.nbytes if scale is not None else 0
     return LayerCheck(base, layer.shape, groups.groups, groups.under, groups.over, dense, stored)
+
+
+def _require_scheme(values: Tensor, scale: Tensor, scheme: Scheme, layer: Layer) -> None:
+    """Refuse codes or scales of another kind than the config names."""
+    if values.dtype != scheme.stored:
+        raise InputError(
+            f"weight_values is {values.dtype}, and {scheme.name} needs {scheme.stored}.", layer=layer.name
+        )
+    width = scheme.scale_width(layer.columns)
+    if scale.shape[-1:] != (width,):
+        raise InputError(
+            f"weight_scale has shape {list(scale.shape)}, and {scheme.name} needs {width} a row.",
+            layer=layer.name,
+        )
+    if not bool((scale > 0).all()):
+        raise InputError("weight_scale holds a number that is not positive.", layer=layer.name)
 
 
 def _dense_layers(checkpoint: Checkpoint) -> dict[str, Layer]:
@@ -136,6 +164,5 @@ def _check_dense(checkpoint: Checkpoint, base: str, layer: Layer) -> LayerCheck:
     weight = checkpoint.read(f"{base}.weight")
     require_finite(weight, base)
     groups = check_pattern(layer.to_matrix(weight))
-    return LayerCheck(
-        base, layer.shape, groups.groups, groups.under, groups.over, weight.nbytes, weight.nbytes
-    )
+    stored = weight.nbytes + lowrank_bytes(checkpoint, base)
+    return LayerCheck(base, layer.shape, groups.groups, groups.under, groups.over, weight.nbytes, stored)

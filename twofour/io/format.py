@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 from twofour.errors import InputError
+from twofour.quantize.schemes import Scheme, scheme_from_config
 from twofour.version import __version__
 
 METHOD = "twofour"
-#: 2 came with low-rank compensation; without it a checkpoint is still written as 1, for older readers.
-FORMAT_VERSION = 2
+#: 2 came with low-rank compensation, 3 with 8 and 4 bits. A checkpoint is written as the oldest version that
+#: has what it needs, for older readers.
+FORMAT_VERSION = 3
 SENTENCE = "this is a packed 2:4 checkpoint; `pip install twofour`, and `import twofour` before loading it"
 
 
@@ -34,6 +36,7 @@ def packed_config(
     modules: dict[str, tuple[int, ...]],
     made: list[str],
     lowrank: dict[str, int] | None = None,
+    scheme: Scheme | None = None,
 ) -> dict[str, Any]:
     """A model's config.json with our part added. Modules are named as their tensors are in the files."""
     return {
@@ -41,9 +44,9 @@ def packed_config(
         "transformers_weights": SENTENCE,
         "quantization_config": {
             "quant_method": METHOD,
-            "format_version": format_version(lowrank),
+            "format_version": format_version(lowrank, scheme),
             "pattern": "2:4",
-            "scheme": None,
+            "scheme": None if scheme is None else scheme.as_config(),
             "modules": {name: list(shape) for name, shape in modules.items()},
             **({"lowrank": lowrank} if lowrank else {}),
             "made": made,
@@ -52,9 +55,11 @@ def packed_config(
     }
 
 
-def format_version(lowrank: dict[str, int] | None) -> int:
+def format_version(lowrank: dict[str, int] | None, scheme: Scheme | None = None) -> int:
     """The oldest version whose readers understand it: one that ignored the compensation would load a worse
     model without a word."""
+    if scheme is not None:
+        return 3
     return 2 if lowrank else 1
 
 
@@ -74,15 +79,16 @@ def packed_modules(quantization_config: dict[str, Any]) -> dict[str, tuple[int, 
         )
     if quantization_config.get("pattern") != "2:4":
         raise InputError(f"the pattern {quantization_config.get('pattern')!r} is not 2:4.")
-    if quantization_config.get("scheme") is not None:
-        raise InputError(
-            f"the scheme {quantization_config['scheme']!r} is not known to twofour {__version__}.",
-            hint="Upgrade twofour.",
-        )
+    scheme_of(quantization_config)
     modules = quantization_config.get("modules")
     if not isinstance(modules, dict) or not all(_is_shape(shape) for shape in modules.values()):
         raise InputError("quantization_config.modules must map module names to [out, in] or [O, C, R, S].")
     return {name: tuple(shape) for name, shape in modules.items()}
+
+
+def scheme_of(quantization_config: dict[str, Any]) -> Scheme | None:
+    """How the packed modules, all of them, are quantized; None if they are not."""
+    return scheme_from_config(quantization_config.get("scheme"))
 
 
 def lowrank_ranks(quantization_config: dict[str, Any]) -> dict[str, int]:

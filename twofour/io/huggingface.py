@@ -18,14 +18,18 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from twofour.errors import InputError
-from twofour.io.format import METHOD, format_version, lowrank_ranks, packed_modules, stub
+from twofour.io.format import METHOD, format_version, lowrank_ranks, packed_modules, scheme_of, stub
 from twofour.io.structure import name_variants
 from twofour.io.writer import shard_metadata
-from twofour.nn.convert import packed_layers, stored_layers, swap_
+from twofour.nn.convert import common_scheme, packed_layers, stored_layers, swap_
 from twofour.nn.lowrank import empty_lowrank_, lowrank_layers
 from twofour.packed import packed_shapes
+from twofour.quantize.schemes import Scheme
 from twofour.select import Layer, as_layer
 from twofour.version import __version__
+
+#: Tensors that a packed checkpoint has instead of dense weights.
+_PARTS = ("weight_values", "weight_meta", "weight_scale", "lowrank_left", "lowrank_right")
 
 
 @register_quantization_config(METHOD)
@@ -37,7 +41,7 @@ class TwoFourConfig(QuantizationConfigMixin):
         modules: dict[str, Any] | None = None,
         format_version: int = 1,
         pattern: str = "2:4",
-        scheme: str | None = None,
+        scheme: dict[str, Any] | None = None,
         made: list[str] | None = None,
         lowrank: dict[str, int] | None = None,
         twofour_version: str = __version__,
@@ -70,9 +74,10 @@ class TwoFourQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         layers = list(_layers_of(model, self.quantization_config.modules))
         lowrank = self.quantization_config.lowrank
-        _require_tensors(model, layers, lowrank, kwargs.get("checkpoint_files"))
+        scheme = scheme_of(self.quantization_config.to_dict())
+        _require_tensors(model, layers, lowrank, scheme, kwargs.get("checkpoint_files"))
         with torch.device("meta"):
-            swap_(model, layers)
+            swap_(model, layers, scheme=scheme)
             for name, rank in lowrank.items():
                 own = next((n for n in name_variants(model, name) if n in {x.name for x in layers}), None)
                 if own is not None:  # else it is part of a head that this class does not have
@@ -87,6 +92,9 @@ class TwoFourQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for name, module in packed_layers(model).items():
             module.freeze()
+            if module.scheme is not None and module.weight_values.dtype != module.scheme.stored:
+                # Some versions convert fp8 as any float; every wider type holds it exactly, so back it goes.
+                module.weight_values.data = module.weight_values.data.to(module.scheme.stored)
             if module.weight_values.device.type != "meta":  # "meta": offloaded, and not here to look at
                 module.validate(name)
                 module.settle()
@@ -111,9 +119,9 @@ class TwoFourQuantizer(HfQuantizer):
         return True
 
 
-def mark_packed(model: Any) -> None:
+def mark_packed(model: Any, made: str = "pack") -> None:
     """Make `save_pretrained` of a model that was packed in memory write the packed format."""
-    config = _config_of(model, made=["pack"])
+    config = _config_of(model, made=[made])
     model.config.quantization_config = config
     model.hf_quantizer = TwoFourQuantizer(config, pre_quantized=True)
     model.is_quantized = True
@@ -123,7 +131,14 @@ def mark_packed(model: Any) -> None:
 def _config_of(model: nn.Module, made: list[str]) -> TwoFourConfig:
     shapes = {name: list(shape) for name, shape in stored_layers(model).items()}
     ranks = {name: module.rank for name, module in lowrank_layers(model).items() if name in shapes}
-    return TwoFourConfig(modules=shapes, made=made, lowrank=ranks, format_version=format_version(ranks))
+    scheme = common_scheme(model)
+    return TwoFourConfig(
+        modules=shapes,
+        made=made,
+        lowrank=ranks,
+        scheme=None if scheme is None else scheme.as_config(),
+        format_version=format_version(ranks, scheme),
+    )
 
 
 def _without_sentence(config: Any) -> Any:
@@ -156,7 +171,11 @@ def _layers_of(model: nn.Module, modules: dict[str, Any]) -> Iterable[Layer]:
 
 
 def _require_tensors(
-    model: nn.Module, layers: list[Layer], lowrank: dict[str, int], files: list[str] | None
+    model: nn.Module,
+    layers: list[Layer],
+    lowrank: dict[str, int],
+    scheme: Scheme | None,
+    files: list[str] | None,
 ) -> None:
     """Refuse a file that lacks a packed tensor: transformers would fill it at random and only warn."""
     if not files:
@@ -167,13 +186,17 @@ def _require_tensors(
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (not a dict)
-                if key.endswith((".weight_values", ".weight_meta", ".lowrank_left", ".lowrank_right")):
+                if key.rpartition(".")[2] in _PARTS:
                     found[key] = tuple(opened.get_slice(key).get_shape())
     for key in (f"{name}.lowrank_{side}" for name in lowrank for side in ("left", "right")):
         if not any(variant in found for variant in name_variants(model, key)):
             raise InputError(f"the checkpoint has no {key}.", layer=key.rpartition(".")[0])
     for layer in layers:
-        for what, shape in zip(("values", "meta"), packed_shapes(layer.rows, layer.columns), strict=True):
+        values, meta = packed_shapes(layer.rows, layer.columns, scheme.stored if scheme else None)
+        wanted = {"values": values, "meta": meta}
+        if scheme is not None:
+            wanted["scale"] = (layer.rows, scheme.scale_width(layer.columns))
+        for what, shape in wanted.items():
             key = f"{layer.name}.weight_{what}"
             in_file = next((found[k] for k in name_variants(model, key) if k in found), None)
             if in_file is None:

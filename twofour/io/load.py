@@ -9,7 +9,7 @@ from torch import nn
 
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
-from twofour.io.format import is_packed, lowrank_ranks, packed_modules, stub
+from twofour.io.format import is_packed, lowrank_ranks, packed_modules, scheme_of, stub
 from twofour.io.structure import name_variants
 from twofour.nn.convert import packed_layers, set_memory, swap_
 from twofour.nn.lowrank import add_lowrank_, empty_lowrank_
@@ -55,7 +55,7 @@ def load(
             )
         layers.append(layer)
     tensors = {key: checkpoint.read(key) for key in checkpoint.tensors if key not in stub(modules)}
-    swap_(model, layers, memory)
+    swap_(model, layers, memory, scheme_of(checkpoint.config["quantization_config"]))
     for name, rank in lowrank_ranks(checkpoint.config["quantization_config"]).items():
         empty_lowrank_(model.get_submodule(name), rank, name)
     try:

@@ -88,6 +88,11 @@ def pack_checkpoint(
 
     def finish(writer: CheckpointWriter, notes: dict[str, Any]) -> None:
         done = {note.pop("layer"): note for note in notes.values()}
+        for base in lowrank:  # copied beside the packed weight, so part of what the layer takes
+            beside = lowrank_bytes(checkpoint, base)
+            note = done[layers.by_tensor[f"{base}.weight"].name]
+            note["lowrank_bytes"] = beside
+            note["packed_bytes"] += beside
         step.update(
             verb="pack",
             options={},
@@ -120,6 +125,12 @@ def lowrank_of(checkpoint: Checkpoint) -> dict[str, int]:
     end = ".lowrank_right"
     found = {name: info.shape[0] for name, info in checkpoint.tensors.items() if name.endswith(end)}
     return {name.removesuffix(end): rank for name, rank in found.items()}
+
+
+def lowrank_bytes(checkpoint: Checkpoint, base: str) -> int:
+    """What a layer's compensation takes in the files; 0 if it has none."""
+    names = (f"{base}.lowrank_left", f"{base}.lowrank_right")
+    return sum(checkpoint.tensors[name].nbytes for name in names if name in checkpoint.tensors)
 
 
 def layers_to_pack(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from twofour.io.format import is_packed
 from twofour.io.prune_calibrated import CalibrationOptions, prune_blocks, pruned_weights, read_pruned
 from twofour.io.record import add_step
 from twofour.io.stream import rewrite
-from twofour.io.structure import checkpoint_layers
+from twofour.io.structure import CheckpointLayers, checkpoint_layers
 from twofour.io.writer import CheckpointWriter, require_new
 from twofour.progress import OnProgress, silent
 from twofour.prune import Method, chosen_method, options_of, prune_weight
+from twofour.select import LeftAlone, Selection, require_layers
 
 
 def prune_checkpoint(
@@ -30,6 +31,8 @@ def prune_checkpoint(
     exclude: Sequence[str] = (),
     *,
     calibration: CalibrationOptions | None = None,
+    kept: Mapping[str, str] | None = None,
+    budget: Mapping[str, Any] | None = None,
     resume: bool = False,
     on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
@@ -38,6 +41,8 @@ def prune_checkpoint(
     A method that looks only at the weights streams tensor by tensor. One that looks at the inputs of the
     layers runs the model block by block over the text of `calibration`.
     Without `method` it is `best` where there is text and `magnitude` where there is none.
+    `kept` are layers that stay dense, with the reason for each; `budget` is how they were chosen, for the
+    record (`twofour.advise.budget` makes both).
     """
     chosen = chosen_method(method, has_text=calibration is not None)
     checkpoint = Checkpoint(source)
@@ -46,7 +51,7 @@ def prune_checkpoint(
         raise InputError(
             f"{source} is packed already.", hint="Prune the dense checkpoint that it was made from."
         )
-    layers = checkpoint_layers(checkpoint, include, exclude)
+    layers = _without(checkpoint_layers(checkpoint, include, exclude), kept or {})
     options: dict[str, Any] = options_of(chosen)
     if chosen.needs_inputs:
         if calibration is None:
@@ -56,6 +61,8 @@ def prune_checkpoint(
         options |= calibration.as_recorded()
     elif calibration is not None and calibration.lowrank:
         raise InputError(f"low-rank compensation needs inputs, and {chosen.name} does not look at any.")
+    if budget:
+        options["budget"] = budget["budget"]
     described = {**options, "layers": sorted(layers.by_tensor)}
     step: dict[str, Any] = {}
 
@@ -66,6 +73,7 @@ def prune_checkpoint(
             options=options,
             layers={note.pop("layer"): {"tensor": key, **note} for key, note in notes.items()},
             left={x.name: f"{x.type}: {x.reason}" for x in layers.left},
+            **({"budget": dict(budget)} if budget else {}),
         )
         writer.finish(checkpoint.config, add_step(checkpoint.record, step), copy_from=checkpoint.directory)
 
@@ -113,3 +121,12 @@ def prune_checkpoint(
         rewrite(checkpoint, out, place, described, finish)
     parallel.wait()
     return step
+
+
+def _without(layers: CheckpointLayers, kept: Mapping[str, str]) -> CheckpointLayers:
+    """The layers but for those that stay dense."""
+    staying = [layer for layer in layers.by_tensor.values() if layer.name in kept]
+    left = [LeftAlone(layer.name, layer.kind, kept[layer.name]) for layer in staying]
+    by_tensor = {key: layer for key, layer in layers.by_tensor.items() if layer.name not in kept}
+    require_layers(Selection(tuple(by_tensor.values()), (*layers.left, *left)))
+    return CheckpointLayers(by_tensor, (*layers.left, *left))

@@ -31,7 +31,7 @@ from twofour.calibrate.written import write_windows
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.load import load_causal_lm
-from twofour.io.streamed import DTYPES, open_streamed
+from twofour.io.streamed import DTYPES, StreamedBlocks, open_streamed
 from twofour.io.structure import CheckpointLayers, name_variants
 from twofour.nn.lowrank import LowRank, add_lowrank_, lowrank_cost
 from twofour.progress import OnProgress, silent
@@ -81,37 +81,19 @@ def prune_blocks(
     on_progress: OnProgress = silent,
 ) -> None:
     """Leave the pruned weights of every block in `work`, with notes about each."""
-    documents = None if str(calibration.calib) == SELF else read_documents(calibration.calib)
-    finished = parallel.of_first(_finished(work, options) if resume else 0)
+    model, windows, weights = open_for_calibration(checkpoint, layers, calibration, on_progress)
+    finished = parallel.of_first(finished_blocks(work, options) if resume else 0)
     if not finished and parallel.is_first():
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         (work / "options.json").write_text(json.dumps(options))
-    wide = 2 * checkpoint.nbytes <= FLOAT32_UP_TO
-    dtype = torch.float32 if wide else None
-    # To write text the whole model has to run; otherwise a block at a time is enough.
-    streamed = None
-    if documents is not None:
-        streamed = open_streamed(checkpoint, list(layers.by_tensor.values()), dtype)
-    if streamed is not None:
-        model, tokenizer, weights = streamed
-    else:
-        model, tokenizer = load_causal_lm(checkpoint.directory, device="cpu", dtype=dtype or "auto")
-        weights = None
-    longest = model.config.get_text_config().max_position_embeddings
-    samples, seed = calibration.samples, calibration.seed
-    length = min(calibration.seqlen or 2048, longest)
-    if documents is None:
-        windows = write_windows(model, tokenizer, samples, length, seed, on_progress)
-    else:
-        windows = sample_windows(tokenizer, documents, samples, length, seed)
     keys = {f"{layer.name}.weight": key for key, layer in layers.by_tensor.items()}
-    keys |= _vectors(model, checkpoint)
+    keys |= vectors_in_files(model, checkpoint)
 
     @torch.no_grad()
     def restore(number: int) -> None:
         names = {key: name for name, key in keys.items()}
-        with safe_open(work / _file(number), framework="pt") as opened:
+        with safe_open(work / block_file(number), framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (not a dict)
                 if key in names:
                     model.get_parameter(names[key]).copy_(opened.get_tensor(key))
@@ -161,9 +143,9 @@ def prune_blocks(
             },
             "block": {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {},
         }
-        files.write(work / _file(block.number), stored, {k: json.dumps(v) for k, v in metadata.items()})
+        files.write(work / block_file(block.number), stored, {k: json.dumps(v) for k, v in metadata.items()})
 
-    with _FilesBehind() as files:
+    with FilesBehind() as files:
         run_calibrated(
             *(model, list(layers.by_tensor.values()), windows, method, change),
             device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
@@ -174,7 +156,37 @@ def prune_blocks(
         )
 
 
-class _FilesBehind:
+def open_for_calibration(
+    checkpoint: Checkpoint,
+    layers: CheckpointLayers,
+    calibration: CalibrationOptions,
+    on_progress: OnProgress = silent,
+    whole: bool = False,
+) -> tuple[Any, Tensor, StreamedBlocks | None]:
+    """The model, the windows of text, and who brings the blocks, unless the `whole` model is in memory."""
+    documents = None if str(calibration.calib) == SELF else read_documents(calibration.calib)
+    wide = 2 * checkpoint.nbytes <= FLOAT32_UP_TO
+    dtype = torch.float32 if wide else None
+    # To write text the whole model has to run; otherwise a block at a time is enough.
+    streamed = None
+    if documents is not None and not whole:
+        streamed = open_streamed(checkpoint, list(layers.by_tensor.values()), dtype)
+    if streamed is not None:
+        model, tokenizer, weights = streamed
+    else:
+        model, tokenizer = load_causal_lm(checkpoint.directory, device="cpu", dtype=dtype or "auto")
+        weights = None
+    longest = model.config.get_text_config().max_position_embeddings
+    samples, seed = calibration.samples, calibration.seed
+    length = min(calibration.seqlen or 2048, longest)
+    if documents is None:
+        windows = write_windows(model, tokenizer, samples, length, seed, on_progress)
+    else:
+        windows = sample_windows(tokenizer, documents, samples, length, seed)
+    return model, windows, weights
+
+
+class FilesBehind:
     """Writes the file of a block while the next block is worked on: one at a time, all of them at the end."""
 
     def __init__(self) -> None:
@@ -189,7 +201,7 @@ class _FilesBehind:
         if self._last is not None:
             self._last.result()  # what went wrong is raised here
 
-    def __enter__(self) -> _FilesBehind:
+    def __enter__(self) -> FilesBehind:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -242,11 +254,11 @@ def checkpoint_dtype(checkpoint: Checkpoint, key: str) -> torch.dtype:
     return dtype
 
 
-def _file(number: int) -> str:
+def block_file(number: int) -> str:
     return f"block-{number:04d}.safetensors"
 
 
-def _finished(work: Path, options: dict[str, Any]) -> int:
+def finished_blocks(work: Path, options: dict[str, Any]) -> int:
     """How many blocks from the first on an earlier run with the same options has finished."""
     try:
         if json.loads((work / "options.json").read_text()) != options:
@@ -254,12 +266,12 @@ def _finished(work: Path, options: dict[str, Any]) -> int:
     except (OSError, json.JSONDecodeError):
         return 0
     number = 0
-    while (work / _file(number)).exists():
+    while (work / block_file(number)).exists():
         number += 1
     return number
 
 
-def _vectors(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+def vectors_in_files(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     """The model's vectors (norms, biases) and their tensors in the files, where they are there as such.
 
     A vector that transformers made out of something else cannot be written back, so it is not tuned.

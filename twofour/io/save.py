@@ -12,7 +12,7 @@ from twofour.io.checkpoint import CONFIG, RECORD, read_json
 from twofour.io.format import SENTENCE, packed_config, stub
 from twofour.io.record import add_step
 from twofour.io.writer import CheckpointWriter, publish, write_json
-from twofour.nn.convert import packed_layers, stored_layers
+from twofour.nn.convert import common_scheme, packed_layers, stored_layers
 from twofour.nn.lowrank import lowrank_layers
 
 
@@ -27,17 +27,20 @@ def save(model: nn.Module, out: str | Path) -> None:
         raise InputError("the model has no packed layer.", hint="Call twofour.pack_(model) first.")
     for name, module in packed.items():
         module.validate(name)
-    shapes = stored_layers(model)
+    shapes, scheme = stored_layers(model), common_scheme(model)
+    verb = "pack" if scheme is None else "quantize"
     step = {
-        "verb": "pack",
-        "options": {},
+        "verb": verb,
+        "options": {} if scheme is None else {"scheme": scheme.name, "group": scheme.group},
         "layers": {name: {"shape": list(shape)} for name, shape in shapes.items()},
     }
     if not hasattr(model, "save_pretrained"):
         with CheckpointWriter(out, 1, fingerprint="save") as writer:
             writer.write_shard(1, {**model.state_dict(), **stub(shapes)}, notes={})
             writer.finish(
-                packed_config({}, shapes, ["pack"], {n: m.rank for n, m in lowrank_layers(model).items()}),
+                packed_config(
+                    {}, shapes, [verb], {n: m.rank for n, m in lowrank_layers(model).items()}, scheme
+                ),
                 add_step({}, step),
             )
         return

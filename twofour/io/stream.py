@@ -36,18 +36,20 @@ def rewrite(
     *,
     resume: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    least: float = 9 / 16,
     on_progress: OnProgress = silent,
 ) -> None:
     """Convert every tensor of `source` into a new checkpoint at `out`.
 
     `finish` gets the writer and all notes once the shards are there, and publishes the result.
     `options` tell one run from another: a partial result is taken over only if they are the same.
+    `least` is the smallest share of the input's bytes that can come out; packed in 16 bit it is 9/16.
     """
     shards = deal(source, shard_bytes)
     fingerprint = _fingerprint(source, {**options, "shard_bytes": shard_bytes})
     done_bytes = 0
     with CheckpointWriter(out, len(shards), fingerprint, resume=resume) as writer:
-        _require_space(source, writer)
+        _require_space(source, writer, least)
         for number, names in enumerate(shards, 1):
             notes: dict[str, Any] = {}
             new: dict[str, Tensor] = {}
@@ -87,13 +89,13 @@ def _fingerprint(source: Checkpoint, options: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _require_space(source: Checkpoint, writer: CheckpointWriter) -> None:
-    """Say now what would otherwise be found out hours later. Packed, the least that can be is 9/16."""
-    least = int(source.nbytes * 9 / 16) - sum(note["bytes"] for note in writer.done.values())
+def _require_space(source: Checkpoint, writer: CheckpointWriter, least: float) -> None:
+    """Say now what would otherwise be found out hours later."""
+    needed = int(source.nbytes * least) - sum(note["bytes"] for note in writer.done.values())
     free = free_bytes(writer.out)
-    if free < least:
+    if free < needed:
         raise InputError(
-            f"the disk is too full: {writer.out} needs {least / 1e9:.2f} GB or more, "
+            f"the disk is too full: {writer.out} needs {needed / 1e9:.2f} GB or more, "
             f"and {free / 1e9:.2f} GB are free.",
             hint="Free some space or choose another place.",
         )

@@ -8,6 +8,8 @@ from torch import nn
 
 from twofour.errors import InputError
 from twofour.nn.modules import Memory, PackedModule, SparseConv2d, SparseLinear
+from twofour.nn.quantized import QuantizedLinear
+from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
 
 
@@ -25,7 +27,9 @@ def convert_(model: nn.Module, layers: Iterable[Layer], memory: Memory = "auto")
         model.set_submodule(name, packed)
 
 
-def swap_(model: nn.Module, layers: Iterable[Layer], memory: Memory = "auto") -> None:
+def swap_(
+    model: nn.Module, layers: Iterable[Layer], memory: Memory = "auto", scheme: Scheme | None = None
+) -> None:
     """Replace layers by empty packed ones of the same geometry, dtype and device, to load tensors into."""
     for layer in layers:
         _require_parent(layer)
@@ -34,7 +38,11 @@ def swap_(model: nn.Module, layers: Iterable[Layer], memory: Memory = "auto") ->
         options = {"memory": memory, "device": weight.device, "dtype": weight.dtype}
         new: PackedModule
         if isinstance(module, nn.Conv2d):
-            new = SparseConv2d(module, layer.name, **options)
+            new = SparseConv2d(module, layer.name, scheme=scheme, **options)
+        elif scheme is not None:
+            out, features = layer.shape
+            has_bias = module.bias is not None
+            new = QuantizedLinear(features, out, has_bias, scheme=scheme, name=layer.name, **options)
         else:
             out, features = layer.shape
             new = SparseLinear(features, out, module.bias is not None, name=layer.name, **options)
@@ -60,6 +68,20 @@ def stored_layers(model: nn.Module) -> dict[str, tuple[int, ...]]:
     for name, module in packed_layers(model).items():
         found |= module.stored_as(name)
     return found
+
+
+def common_scheme(model: nn.Module) -> Scheme | None:
+    """How the packed layers of a model are quantized. A checkpoint has one scheme for all."""
+    found = {name: module.scheme for name, module in packed_layers(model).items()}
+    schemes = set(found.values())
+    if len(schemes) > 1:
+        kinds = ", ".join(sorted("none" if s is None else str(s.as_config()) for s in schemes))
+        raise InputError(
+            f"the packed layers have different schemes ({kinds}), and a checkpoint holds one.",
+            layer=next(name for name, scheme in found.items() if scheme is not next(iter(found.values()))),
+            hint="Quantize all of them alike.",
+        )
+    return next(iter(schemes), None)
 
 
 def set_memory(model: nn.Module, memory: Memory) -> nn.Module:

@@ -21,7 +21,8 @@ for thousands of tokens and wants its own form: our values, then positions in an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,9 +33,13 @@ from twofour import kernels, ops
 from twofour.errors import InputError
 from twofour.kernels import cusparselt
 from twofour.packed import BITS, Packed24, pack, packed_shapes, validate
+from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
 
 Memory = Literal["auto", "fast", "small"]
+
+#: What quantized layers can compute in.
+COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
 
 __all__ = [
     "Memory",
@@ -63,18 +68,23 @@ class PackedModule(nn.Module):
         memory: Memory = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        scheme: Scheme | None = None,
     ) -> None:
         super().__init__()
         _require_memory(memory)
-        self.layer = layer
-        values, meta = packed_shapes(layer.rows, layer.columns)
-        self.weight_values = _frozen(torch.zeros(values, device=device, dtype=dtype))
+        self.layer, self.scheme = layer, scheme
+        stored = dtype if scheme is None else scheme.stored
+        values, meta = packed_shapes(layer.rows, layer.columns, stored)
+        self.weight_values = _frozen(torch.zeros(values, device=device, dtype=stored))
         # 0x44: every group names its positions 0 and 1, so a new layer is a legal matrix of zeros.
         nibbles = torch.full(meta, 0x44, device=device, dtype=torch.uint8)
         if -(-layer.columns // 4) % 2:
             nibbles[:, -1] = 0x04
         self.weight_meta = _frozen(nibbles)
         self.weight_scale = None
+        if scheme is not None:
+            width = scheme.scale_width(layer.columns)
+            self.weight_scale = _frozen(torch.ones(layer.rows, width, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(layer.rows, device=device, dtype=dtype)) if bias else None
         self.register_buffer("dense_weight", None, persistent=False)
         self.register_buffer("compressed_weight", None, persistent=False)
@@ -148,18 +158,36 @@ class PackedModule(nn.Module):
         import psutil
 
         memory = psutil.virtual_memory()
-        dense_bytes = self.layer.rows * self.layer.columns * self.weight_values.element_size()
+        dense_bytes = self.layer.rows * self.layer.columns * self._own.element_size()
         return memory.available - dense_bytes > max(memory.total // 4, 1 << 30)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
-        moved = fn(self.weight_values.detach()[:0])
-        if moved.dtype not in BITS:
+        moved = fn(self._own.detach()[:0])
+        if moved.dtype not in (BITS if self.scheme is None else COMPUTED):
             raise InputError(f"a packed weight cannot be {moved.dtype}.", layer=self.layer.name)
         # What is derived is made again rather than moved: a dense weight must not follow to a GPU.
         self._drop_derived()
-        super()._apply(fn, recurse)
+        with self._codes_as_integers():
+            super()._apply(fn, recurse)
         self.settle()
         return self
+
+    @property
+    def _own(self) -> Tensor:
+        """The tensor whose dtype is the layer's: its values, or the scales of its codes."""
+        return self.weight_values if self.weight_scale is None else self.weight_scale
+
+    @contextmanager
+    def _codes_as_integers(self) -> Iterator[None]:
+        """fp8 codes are not to be converted when the layer's dtype is, though torch calls them floats."""
+        if self.scheme is None or not self.weight_values.is_floating_point():
+            yield
+            return
+        self.weight_values.data = self.weight_values.data.view(torch.int8)
+        try:
+            yield
+        finally:
+            self.weight_values.data = self.weight_values.data.view(self.scheme.stored)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -179,7 +207,7 @@ class PackedModule(nn.Module):
         device = x.device.type
         if device != "meta" and torch.is_autocast_enabled(device):
             return x.to(torch.get_autocast_dtype(device))
-        own = self.weight_values if self.weight_scale is None else self.weight_scale
+        own = self._own
         if x.dtype != own.dtype:
             raise InputError(
                 f"the input is {x.dtype} but the layer is {own.dtype}.",

@@ -69,7 +69,7 @@ class SparseGPT:
         weight.masked_fill_(dead, 0.0)
         factor, removal = known.derived(
             (self.name, self.damping, self.pairs, matrix.device),
-            lambda: _factors(known.mean.to(matrix.device), dead, self.damping, self.pairs, layer),
+            lambda: factors(known.mean.to(matrix.device), dead, self.damping, self.pairs, layer),
         )
         sweep = _sweep_on(weight.device)
         for start in range(0, weight.shape[1], self.block):
@@ -94,7 +94,7 @@ def sweep_panel(weight: Tensor, factor: Tensor, removal: Tensor, jointly: bool) 
     P of its M_P, which are all that is not zero. Columns further right are for the caller to update.
     """
     dropped = torch.tensor([[j in pair for j in range(4)] for pair in PAIRS], device=weight.device)
-    matrices = _spread(removal)
+    matrices = spread_removal(removal)
     errors = torch.empty_like(weight)
     for left in range(0, weight.shape[1], 4):
         group = weight[:, left : left + 4]
@@ -129,7 +129,7 @@ def _sweep_on(device: torch.device) -> SweepPanel:
     return sweep_triton.sweep_panel
 
 
-def _factors(
+def factors(
     gram: Tensor, dead: Tensor, damping: float, jointly: bool, layer: str | None
 ) -> tuple[Tensor, Tensor]:
     """U and the M_P of all groups, for a Gram matrix to be padded to as many columns as `dead` has."""
@@ -174,7 +174,7 @@ def _removal(factor: Tensor, jointly: bool) -> Tensor:
     return removal.to(factor.dtype)
 
 
-def _spread(removal: Tensor) -> Tensor:
+def spread_removal(removal: Tensor) -> Tensor:
     """M_P with its zeros: [groups, 6, 4, 4]."""
     matrices = removal.new_zeros(*removal.shape[:2], 4, 4)
     for i, pair in enumerate(PAIRS):

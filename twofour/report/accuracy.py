@@ -9,9 +9,10 @@ from pathlib import Path
 
 from twofour.report.content import Figure, Missing, Plot, Section, Table
 from twofour.report.figures import NONE, count, is_number, number, percent, times
-from twofour.report.layers import block_of, pattern_of, short_labels
+from twofour.report.layers import short_labels
 from twofour.report.plots import Axis, Bar, Bars, Point, Scatter, Series, spread
 from twofour.report.subject import Score, Subject, everyone
+from twofour.words import alike, first_number
 
 #: Layers without numbers in their names are shown as bars, the worst ones; the table has them all.
 MOST_BARS = 30
@@ -28,12 +29,11 @@ ERRORS = {
 
 
 def eval_command(subject: Subject, model: str | None = None) -> str:
-    name = "eval-dense" if model else "eval"
-    against = "" if model else f" --against {shlex.quote(subject.dense_name or 'DENSE')}"
-    return (
-        f"twofour eval {shlex.quote(model) if model else subject.shell} --data TEXT{against} --json "
-        f"> {subject.shell}/reports/{name}.json"
-    )
+    if model is None:
+        against = shlex.quote(subject.dense_name or "DENSE")
+        return f"twofour eval {subject.shell} --data TEXT --against {against} --save"
+    # Of another model: it is kept beside this one all the same.
+    return f"twofour eval {shlex.quote(model)} --data TEXT --json > {subject.shell}/reports/eval-dense.json"
 
 
 def perplexity(subjects: Sequence[Subject]) -> Section:
@@ -177,20 +177,20 @@ def _by_layer(
 ) -> Figure:
     """A panel for each kind of layer, blocks from left to right, a series for each model."""
     names = list(dict.fromkeys(name for found in by_model.values() for name in found))
-    labels = short_labels([pattern_of(name) for name in names])
+    labels = short_labels([alike(name) for name in names])
     lines = _lines(by_model, order)
     high = max(value for found in by_model.values() for value in found.values())
     by_kind: dict[str, list[str]] = {}
     for name in names:
-        if block_of(name) is not None:
-            by_kind.setdefault(pattern_of(name), []).append(name)
+        if first_number(name) is not None:
+            by_kind.setdefault(alike(name), []).append(name)
     plots: list[Plot] = []
     for pattern, own in by_kind.items():
         series = []
         for line in lines:
             found = line.values
             points = [
-                Point(block_of(n) or 0, found[n], f"{n}: {number(found[n])}") for n in own if n in found
+                Point(first_number(n) or 0, found[n], f"{n}: {number(found[n])}") for n in own if n in found
             ]
             once = len({p.x for p in points}) == len(points)  # experts: several in a block
             series.append(Series(line.name, points, line.colour, line=once))
@@ -205,7 +205,7 @@ def _by_layer(
                 height=180,
             )
         )
-    plain = [name for name in names if block_of(name) is None]
+    plain = [name for name in names if first_number(name) is None]
     if plain:
         worst = {name: max(found.get(name, 0.0) for found in by_model.values()) for name in plain}
         shown = sorted(plain, key=worst.__getitem__, reverse=True)[:MOST_BARS]

@@ -1,6 +1,6 @@
 """The JSON that verbs leave: found, read, recognised by its "verb".
 
-    DIR/reports/*.json     what `twofour VERB … --json > DIR/reports/NAME.json` wrote
+    DIR/reports/*.json     what `twofour VERB … --save` kept, or `--json > DIR/reports/NAME.json` wrote
     --with FILE.json       the same, from anywhere
     DIR/recover.jsonl      the log of `twofour recover`
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ ROWS: dict[tuple[str, str], dict[str, type]] = {
     ("advise", "forms"): {"name": str, "prefill_ms": float, "decode_ms": float, "weight_bytes": float},
     ("bench", "products"): {"rows": int, "columns": int, "tokens": int, "contender": str},
     ("bench", "end_to_end"): {"what": str, "batch": int, "tokens": int, "contender": str, "mode": str},
+    ("bench", "generations"): {"prompt": str},
     ("check", "layers"): {"name": str, "shape": tuple, "dense_bytes": int, "stored_bytes": int},
     ("tune", "rows"): {"n": int, "k": int, "tokens": int, "dense_ms": int, "times_dense": int},
 }
@@ -118,8 +120,29 @@ def read_document(path: Path, source: str | None = None) -> Document | Refused:
 
 def documents_beside(directory: Path) -> list[Document | Refused]:
     """All documents in the model's `reports/`."""
-    files = sorted((directory / REPORTS).glob("*.json"))
+    files = sorted((directory / REPORTS).glob("*.json"), key=_in_order)
     return [read_document(file, f"{directory.name}/{REPORTS}/{file.name}") for file in files]
+
+
+def save_document(directory: Path, document: dict[str, Any]) -> Path:
+    """Keep what a verb found beside the model, as reports/VERB-N.json; nothing is overwritten."""
+    folder = directory / REPORTS
+    number = 1
+    while (path := folder / f"{document['verb']}-{number}.json").exists():
+        number += 1
+    partial = folder / f".{path.name}.partial"
+    try:
+        folder.mkdir(exist_ok=True)
+        partial.write_text(json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n", "utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}.") from error
+    return path
+
+
+def _in_order(path: Path) -> list[tuple[int, str]]:
+    """eval-2 before eval-10: later documents count more."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, TypeGuard
 
+from twofour import words
+
 #: Stands where nothing was measured; the section says which command measures it.
 NONE = "–"
 
@@ -45,16 +47,10 @@ def percent(value: Any) -> str:
 
 def size(count: Any) -> str:
     """
-    >>> size(1_234_567)
-    '1.23 MB'
+    >>> size(1_234_567), size(None)
+    ('1.23 MB', '–')
     """
-    if not is_number(count):
-        return NONE
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+    return words.size(count) if is_number(count) else NONE
 
 
 def duration(milliseconds: Any) -> str:

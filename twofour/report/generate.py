@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from twofour.errors import InputError
 from twofour.progress import OnProgress, silent
@@ -35,16 +34,9 @@ def generate_for(subjects: Sequence[Subject], prompt: str, on_progress: OnProgre
 
 
 def _continue(directory: Path, prompt: str) -> str:
-    import torch
-
+    from twofour.bench.generations import write_on
     from twofour.io.load import load_causal_lm
 
-    model: Any
     model, tokenizer = load_causal_lm(directory)
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    ids = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
-    with torch.inference_mode():
-        out = model.generate(
-            **ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id
-        )
-    return str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    text: str = tokenizer.decode(write_on(model, tokenizer, prompt, NEW_TOKENS), skip_special_tokens=True)
+    return text

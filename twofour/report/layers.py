@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+from twofour.words import alike
 
 #: Layers with the same input that `fuse_` computes as one product, as most decoders name them.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -34,28 +33,10 @@ class Kind:
         return columns
 
 
-def pattern_of(name: str) -> str:
-    """
-    >>> pattern_of("model.layers.12.mlp.down_proj")
-    'model.layers.*.mlp.down_proj'
-    """
-    return _NUMBER.sub("*", name)
-
-
-def block_of(name: str) -> int | None:
-    """The first number in a layer's name: its place in the model.
-
-    >>> block_of("model.layers.12.mlp.down_proj"), block_of("conv1")
-    (12, None)
-    """
-    found = _NUMBER.search(name)
-    return int(found.group()) if found else None
-
-
 def kinds_of(layers: Mapping[str, Sequence[int]]) -> list[Kind]:
     grouped: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in layers.items():
-        grouped.setdefault((pattern_of(name), tuple(shape)), []).append(name)
+        grouped.setdefault((alike(name), tuple(shape)), []).append(name)
     return [Kind(pattern, shape, tuple(names)) for (pattern, shape), names in grouped.items()]
 
 

@@ -12,7 +12,7 @@ from twofour.report.content import Figure, Item, Missing, Passage, Section, Step
 from twofour.report.documents import REPORTS, Refused
 from twofour.report.figures import NONE, count, duration, is_number, number, percent, size, times
 from twofour.report.plots import Bar, Bars
-from twofour.report.speed import end_to_end_command
+from twofour.report.speed import whole_model_command
 from twofour.report.subject import Subject, everyone, same_model
 from twofour.report.verdict import quality_of, speed_of
 
@@ -67,20 +67,20 @@ def sizes(subjects: Sequence[Subject]) -> Section:
     memory = []
     for document in {d.source: d for s in subjects for d in s.of("bench")}.values():
         for index, row in enumerate(document.content.get("end_to_end") or []):
-            if is_number(row.get("peak_bytes")):
+            if is_number(row.get("peak_bytes")) or (document.model and is_number(row.get("model_bytes"))):
                 case = f"{row['what']} {row['batch']}×{row['tokens']}, {row['mode']}"
                 figures = [
                     size(row.get("model_bytes")),
-                    size(row["peak_bytes"]),
+                    size(row.get("peak_bytes")),
                     percent(row.get("resident_share")),
                 ]
                 memory.append([case, row["contender"], *figures, f"{document.source}, end_to_end[{index}]"])
     if memory:
         columns = ["case", "contender", "model", "peak", "2:4 layers over dense", "source"]
-        title = "GPU memory of the model that was measured end to end"
+        title = "Memory of the model that was measured end to end (its peak is known on a GPU only)"
         section.items.append(Table(title, columns, memory, words=("contender", "source"), folded=True))
     elif sparse := [subject for subject in subjects if subject.layers]:
-        section.items.append(Missing(everyone(sparse), "GPU memory", end_to_end_command(sparse[0])))
+        section.items.append(Missing(everyone(sparse), "memory", whole_model_command(sparse[0])))
     return section
 
 
@@ -94,6 +94,16 @@ def generations(subjects: Sequence[Subject]) -> Section:
             mine = same_model(told["model"], subject)
             name = subject.name if mine else f"{Path(told['model']).name} (to compare)"
             by_prompt.setdefault(told["prompt"], {})[name] = (told["text"], document.source)
+        for document in subject.of("bench"):
+            dense = document.content.get("dense")
+            compared = dense.get("model") if isinstance(dense, dict) else None
+            for written in document.content.get("generations") or []:
+                texts = by_prompt.setdefault(written["prompt"], {})
+                for key, model in (("dense", compared), ("sparse", document.model)):
+                    if isinstance(written.get(key), str) and isinstance(model, str):
+                        mine = same_model(model, subject)
+                        name = subject.name if mine else f"{Path(model).name} (to compare)"
+                        texts[name] = (written[key], document.source)
         for document in subject.of("demo"):
             told = document.content
             texts = by_prompt.setdefault(told["prompt"], {})
@@ -137,7 +147,7 @@ def advice(subjects: Sequence[Subject]) -> Section:
         title = f"Predicted by advise for {told.get('model', NONE)} on {gpu}, {load} ({document.source})"
         section.items.append(Table(title, columns, rows))
     if not documents and subjects:
-        command = f"twofour advise {subjects[0].shell} --json > {subjects[0].shell}/reports/advise.json"
+        command = f"twofour advise {subjects[0].shell} --save"
         section.items.append(Missing(everyone(subjects), "what a time model expects of it", command))
     return section
 

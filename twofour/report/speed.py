@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from twofour.report.content import Figure, Missing, Section, Table
+from twofour.report.documents import Document
 from twofour.report.figures import NONE, count, duration, is_number, number, shape, size, times
 from twofour.report.layers import Kind, kinds_of, short_labels
 from twofour.report.plots import Axis, Bar, Bars, Point, Reference, Scatter, Series
@@ -35,11 +37,11 @@ def bench_command(subject: Subject) -> str:
 
 
 def tune_command(subject: Subject) -> str:
-    return f"twofour tune {subject.shell} --json > {subject.shell}/reports/tune.json"
+    return f"twofour tune {subject.shell} --save"
 
 
-def end_to_end_command(subject: Subject) -> str:
-    return f"twofour bench --end-to-end --json > {subject.shell}/reports/end-to-end.json"
+def whole_model_command(subject: Subject) -> str:
+    return f"twofour bench {subject.shell} --data TEXT --save"
 
 
 def alike(subjects: Sequence[Subject]) -> list[tuple[Subject, str]]:
@@ -237,14 +239,17 @@ def end_to_end(subjects: Sequence[Subject]) -> Section:
     section = Section("end-to-end", "A whole model")
     sources = {d.source: d for s in subjects for d in s.of("bench") if d.content.get("end_to_end")}
     for document in sources.values():
-        section.items.append(_end_to_end(document.content["end_to_end"], document.source, document.machine))
-    if not sources and (sparse := [subject for subject in subjects if subject.layers]):
-        what = "prefill and decode of a whole model, and its memory (a Llama-3-8B's shape; needs a GPU)"
-        section.items.append(Missing(everyone(sparse), what, end_to_end_command(sparse[0])))
+        section.items.append(_end_to_end(document))
+    for subject in subjects:
+        if subject.layers and not any(d.model and d.content.get("end_to_end") for d in subject.of("bench")):
+            what = "prefill and decode of this model as a whole, and its memory"
+            section.items.append(Missing(subject.name, what, whole_model_command(subject)))
     return section
 
 
-def _end_to_end(rows: list[dict[str, Any]], source: str, machine: dict[str, Any]) -> Figure:
+def _end_to_end(document: Document) -> Figure:
+    """The model itself, or one with random weights: the document says which."""
+    rows, source, machine = document.content["end_to_end"], document.source, document.machine
     cases: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for index, row in enumerate(rows):
         where = f"{row['what']} {row['batch']}×{row['tokens']}, {row['mode']}, {row.get('attention', 'sdpa')}"
@@ -276,16 +281,20 @@ def _end_to_end(rows: list[dict[str, Any]], source: str, machine: dict[str, Any]
             groups.append((case, bars))
     gpu = machine.get("gpu") or "a CPU"
     layers = rows[0].get("layers", NONE) if rows else NONE
-    described = (
-        f"{layers} layers with random weights, shaped as the bench verb makes it, not this page's weights"
-    )
-    plot = Bars(
-        f"Prefill and decode on {gpu}", f"Median time of one forward of a model of {described}.", groups
-    )
+    if document.model:
+        described = f"{Path(document.model).name} itself, {layers} layers"
+    else:
+        described = (
+            f"A model of {layers} layers with random weights, shaped as the bench verb makes it, not this "
+            "page's weights"
+        )
+    plot = Bars(f"Prefill and decode on {gpu}", f"Median time of one forward. {described}.", groups)
     caption = (
-        f"A model of {described}; {gpu}, torch {machine.get('torch', NONE)}, {machine.get('date', NONE)} "
+        f"{described}; {gpu}, torch {machine.get('torch', NONE)}, {machine.get('date', NONE)} "
         f"({source}). Decode: one token for each sequence; prefill: batch × tokens."
     )
+    if not machine.get("gpu"):
+        caption += f" {NO_TENSOR_CORES}"
     columns = ["case", "contender", "time", "dense / this", "tokens/s", "peak memory", "source"]
     words = ("contender", "source")
     behind = Table("Every row", columns, table, words=words, folded=True)

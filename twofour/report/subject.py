@@ -33,8 +33,9 @@ from twofour.report.figures import is_number
 #: Steps that come from the record, or from a document where there is no record of them.
 STAGES = ("prune", "recover", "quantize", "pack")
 
-#: Documents about a machine rather than a model: they hold for every model on the page.
-OF_A_MACHINE = ("bench", "tune", "doctor")
+#: Documents about a machine rather than a model: they hold for every model on the page. So does one of
+#: `bench` that names no model.
+OF_A_MACHINE = ("tune", "doctor")
 
 
 @dataclass(frozen=True)
@@ -157,11 +158,10 @@ class Subject:
         own: list[Score] = []
         others: list[Score] = []
         for document in self.documents:
-            if document.verb == "eval":
-                mine = same_model(document.content["model"], self)
-                (own if mine else others).append(
-                    _score(document.content["model"], document, document.content)
-                )
+            if document.verb in ("eval", "bench"):
+                for model, found in _results(document.content):
+                    mine = same_model(model, self)
+                    (own if mine else others).append(_score(model, document, found))
             elif document.verb == "demo":
                 for key, there in (("dense", others), ("packed", own)):
                     if is_score(result := document.content.get(f"{key}_eval")):
@@ -169,6 +169,28 @@ class Subject:
                             _score(document.content[key], document, {"data": "the demo's text", **result})
                         )
         return own, others
+
+
+def _results(content: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The perplexities in a document of eval or bench, by the model that each is of."""
+    alone: dict[str, Any] = {
+        "agreement": None,
+        "kl": None,
+    }  # those of the 2:4 model say nothing about the dense one
+    if content["verb"] == "eval":
+        found = [(content["model"], content)]
+        if isinstance(content.get("against"), str):
+            other = {**content, **alone, "perplexity": content.get("against_perplexity")}
+            found += [(content["against"], other)] if is_score(other) else []
+        return found
+    both, dense = content.get("perplexity"), content.get("dense")
+    if not isinstance(both, dict) or not isinstance(dense, dict):
+        return []
+    every = [
+        (content.get("model"), {**both, "perplexity": both.get("sparse")}),
+        (dense.get("model"), {**both, **alone, "perplexity": both.get("dense")}),
+    ]
+    return [(model, result) for model, result in every if isinstance(model, str) and is_score(result)]
 
 
 def is_score(result: Any) -> TypeGuard[dict[str, Any]]:
@@ -208,8 +230,10 @@ def read_subject(directory: str | Path) -> Subject:
     for document in documents_beside(directory):
         if isinstance(document, Refused):
             subject.refused.append(document)
-        elif document.verb == "check" and not same_model(document.content["directory"], subject):
-            why = f"is a check of {document.content['directory']}, which is not the model it lies beside"
+        elif (
+            document.verb in ("bench", "check") and document.model and not same_model(document.model, subject)
+        ):
+            why = f"is a {document.verb} of {document.model}, which is not the model it lies beside"
             subject.refused.append(Refused(document.source, why))
         else:
             subject.documents.append(document)

@@ -17,7 +17,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Of a 16-bit 2:4 weight: half the values, and two bits for the place of each.
 PACKED_SHARE = {2: 9 / 16, 4: 17 / 32}
 
-#: `tune` names no GPU in its document.
+#: For documents of `tune` from before it named its GPU.
 UNNAMED = "a GPU that the document does not name"
 
 #: Numbers of tokens that stand for: one sequence in decode, some, many, a prompt.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twofour.report.figures import count, number, size, times
+from twofour.report.figures import count, is_number, number, size, times
 from twofour.report.layers import kinds_of
 from twofour.report.subject import Score, Subject
 from twofour.report.times import by_machine, matched, products_of, telling, whole_model
@@ -23,6 +23,14 @@ class Speed:
     whole: bool  # of all layers together; else the median of those that were measured
     gpu: str
     source: str
+
+
+@dataclass(frozen=True)
+class WholeSpeed:
+    """How much faster the model itself is than dense, as `bench DIR` measured it on a GPU."""
+
+    ratios: tuple[tuple[str, float], ...]  # what, dense over the best 2:4 form
+    gpu: str
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,25 @@ def speed_of(subject: Subject) -> Speed | None:
     return Speed(tuple(ratios), whole, first.gpu, first.source.partition(",")[0])
 
 
+def whole_speed_of(subject: Subject) -> WholeSpeed | None:
+    """Decode of the smallest batch and prefill of the largest, in the best form; the last document counts."""
+    for document in reversed(subject.of("bench")):
+        gpu = document.machine.get("gpu")
+        if not document.model or not gpu:  # on a CPU 2:4 saves no time, and nothing is said of it
+            continue
+        best: dict[tuple[str, int], float] = {}
+        for row in document.content.get("end_to_end") or []:
+            ratio, place = row.get("times_dense"), (row["what"], row["batch"])
+            if not row["contender"].startswith("dense") and is_number(ratio):
+                best[place] = max(ratio, best.get(place, 0.0))
+        decode = min((batch for what, batch in best if what == "decode"), default=None)
+        prefill = max((batch for what, batch in best if what == "prefill"), default=None)
+        found = [(what, batch) for what, batch in (("decode", decode), ("prefill", prefill)) if batch]
+        if found:
+            return WholeSpeed(tuple((f"in {w} at batch {b}", best[w, b]) for w, b in found), str(gpu))
+    return None
+
+
 def quality_of(subject: Subject) -> Quality | None:
     """The model's last score, beside a dense one of the same protocol if there is one."""
     own, others = subject.scores()
@@ -68,17 +95,22 @@ def quality_of(subject: Subject) -> Quality | None:
 def verdict(subject: Subject) -> str:
     if not subject.layers:
         return f"{subject.name} is dense: nothing of it is 2:4 yet."
-    speed, quality = speed_of(subject), quality_of(subject)
-    parts = [part for part in (_size(subject), _speed(speed), _quality(quality)) if part]
+    whole, quality = whole_speed_of(subject), quality_of(subject)
+    speed = None if whole else speed_of(subject)
+    parts = [part for part in (_size(subject), _whole(whole), _speed(speed), _quality(quality)) if part]
     if not parts:
         return f"{subject.name} has {count(len(subject.layers), 'layer')} in 2:4; nothing was measured yet."
-    unknown = [what for what, known in (("its speed", speed), ("its accuracy", quality)) if known is None]
+    unknown = [
+        what
+        for what, known in (("its speed on a GPU", whole or speed), ("its accuracy", quality))
+        if known is None
+    ]
     verb = "was" if len(unknown) == 1 else "were"
     tail = f"; {' and '.join(unknown)} {verb} not measured" if unknown else ""
-    return f"{_judgement(subject, speed, quality)}: {', '.join(parts)}{tail}."
+    return f"{_judgement(subject, whole or speed, quality)}: {', '.join(parts)}{tail}."
 
 
-def _judgement(subject: Subject, speed: Speed | None, quality: Quality | None) -> str:
+def _judgement(subject: Subject, speed: Speed | WholeSpeed | None, quality: Quality | None) -> str:
     gains = ["smaller"] if subject.packed else []
     if speed is not None:
         best = max(ratio for _, ratio in speed.ratios)
@@ -118,6 +150,12 @@ def _speed(speed: Speed | None) -> str | None:
     if last != first:
         words += f" and {times(last[1])} at {last[0]:,}"
     return f"{words} on {speed.gpu}"
+
+
+def _whole(whole: WholeSpeed | None) -> str | None:
+    if whole is None:
+        return None
+    return f"it runs {' and '.join(f'{times(r)} dense {what}' for what, r in whole.ratios)} on {whole.gpu}"
 
 
 def _quality(quality: Quality | None) -> str | None:

@@ -1,0 +1,218 @@
+"""The estimate of each layer's loss against the loss itself, on models small enough to look."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from twofour.advise.sensitivity import Measured, Pruned, _probe, estimate, loss_with, prune_alone
+from twofour.errors import InputError, TwoFourError
+from twofour.io.prune_calibrated import CalibrationOptions
+from twofour.prune import method_named
+from twofour.select import select
+
+TEXT = "the cat sat on a mat and the dog ran to it while a bird sang of rain "
+
+
+def llama(vocabulary=40, **other):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    figures = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=vocabulary, num_key_value_heads=1, **figures, **other)
+    ).eval()
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=2, n_positions=64)).eval()
+    for parameter in model.parameters():  # biases, too: they are zero at first, and must not count
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+class Experts(nn.Module):
+    """Tokens go to one of three experts by their number; nothing goes to the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, hidden_states):
+        out = hidden_states.clone()
+        to = (hidden_states[..., 0] > 0).long()
+        for number, expert in enumerate(self.experts):
+            chosen = to == number
+            if chosen.any():
+                out[chosen] = out[chosen] + expert(hidden_states[chosen])
+        return out
+
+
+class OfExperts(nn.Module):
+    """The least that looks like a causal language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 32)
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+        self.head = nn.Linear(32, 40)
+
+    def forward(self, tokens, use_cache=False):
+        states = self.embed(tokens)
+        for block in self.blocks:
+            states = block(states)
+        return SimpleNamespace(logits=self.head(states))
+
+
+def of_experts():
+    torch.manual_seed(0)
+    return OfExperts().eval()
+
+
+@torch.no_grad()
+def divergence(model, layer, weight, windows):
+    """KL from the dense model's predictions, nats a token."""
+    dense = model(windows, use_cache=False).logits.log_softmax(-1)
+    parameter = model.get_parameter(f"{layer.name}.weight")
+    before, parameter.data = parameter.data, weight
+    changed = model(windows, use_cache=False).logits.log_softmax(-1)
+    parameter.data = before
+    return float(F.kl_div(changed, dense, reduction="sum", log_target=True)) / windows.numel()
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, of_experts])
+def test_small_changes_cost_what_is_estimated(make):
+    """Where second order is all there is, the estimate is unbiased: within its own error for every layer."""
+    model = make()
+    layers = select(model).layers
+    windows = torch.randint(0, 40, (12, 16), generator=torch.Generator().manual_seed(1))
+    pruned = prune_alone(model, layers, windows, method_named("wanda"))
+    model.double()  # the true divergence is a small difference
+    small = {
+        layer: Pruned(
+            weight.lerp(new.weight.double(), 0.02), new.relative_error, new.output_error, new.tokens
+        )
+        for layer, new in pruned.items()
+        for weight in [model.get_parameter(f"{layer.name}.weight").detach()]
+    }
+    found = estimate(model, small, windows, probes=12)
+    assert set(found) == set(layers)
+    for layer, told in found.items():
+        true = divergence(model, layer, small[layer].weight, windows)
+        assert abs(told.loss_increase - true) <= 4 * told.standard_error, layer.name
+        if told.tokens:
+            assert told.standard_error < 0.3 * told.loss_increase
+
+
+def test_an_expert_that_no_token_reached_adds_nothing():
+    model = of_experts()
+    windows = torch.randint(0, 40, (8, 16), generator=torch.Generator().manual_seed(1))
+    found = estimate(model, prune_alone(model, select(model).layers, windows, method_named("wanda")), windows)
+    by_name = {layer.name: told for layer, told in found.items()}
+    unseen, seen = by_name["blocks.0.experts.2"], by_name["blocks.0.experts.1"]
+    assert (unseen.loss_increase, unseen.tokens) == (0.0, 0)
+    assert seen.loss_increase > 0
+    assert seen.tokens > 0
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A model, and windows of text that it is as good at as can be: it has written them itself."""
+    model = llama(initializer_range=0.15)
+    first = torch.randint(0, 40, (128, 1), generator=torch.Generator().manual_seed(1))
+    length = {"min_new_tokens": 31, "max_new_tokens": 31, "pad_token_id": 0}
+    text = model.generate(
+        first, attention_mask=torch.ones_like(first), do_sample=True, top_k=0, eos_token_id=None, **length
+    )
+    return model, text[:48], text[48:]
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "magnitude"])
+def test_layers_rank_as_their_true_loss(trained, method):
+    model, windows, others = trained
+    layers = select(model).layers
+    pruned = prune_alone(model, layers, windows, method_named(method))
+    found = estimate(model, pruned, others[:48])
+    dense = loss_with(model, {}, others)
+    true = [loss_with(model, {layer: pruned[layer]}, others) - dense for layer in layers]
+    ranks = torch.stack(
+        [
+            torch.tensor(values).argsort().argsort().double()
+            for values in (true, [found[layer].loss_increase for layer in layers])
+        ]
+    )
+    assert torch.corrcoef(ranks)[0, 1] >= 0.8
+    total = sum(told.loss_increase for told in found.values())
+    assert 0.7 < total / sum(true) < 1.4
+
+
+def test_the_model_is_as_before_and_the_same_seed_gives_the_same(trained):
+    model, windows, others = trained
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    next(model.parameters()).requires_grad_(False)
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    model.train()
+    pruned = prune_alone(model, select(model).layers, windows[:8], method_named("wanda"))
+    found = [estimate(model, pruned, others[:8], seed=seed) for seed in (0, 0, 1)]
+    loss_with(model, pruned, others[:4])
+    assert found[0] == found[1] != found[2]
+    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+    model.eval().requires_grad_()
+
+
+def test_probes_have_the_covariance_of_the_gradient():
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0]).expand(40000, 4)
+    v = _probe(logits, torch.Generator().manual_seed(0))
+    p = logits[0].softmax(-1)
+    assert torch.allclose(v.T @ v / len(v), p.diag() - p.outer(p), atol=0.01)
+    assert v.mean(0).abs().max() < 0.01
+
+
+def test_nan_in_a_weight_names_the_layer(trained):
+    model, windows, _ = trained
+    layers = select(model).layers
+    weight = model.get_parameter(f"{layers[3].name}.weight")
+    kept = weight.data
+    weight.data = kept.clone().fill_(torch.nan)
+    try:
+        with pytest.raises(InputError, match="NaN") as error:
+            prune_alone(model, layers, windows, method_named("magnitude"))
+    finally:
+        weight.data = kept
+    assert error.value.layer == layers[3].name
+
+
+def test_nan_in_the_logits_is_said():
+    model = llama()
+    pruned = prune_alone(model, select(model).layers, torch.zeros(1, 8), method_named("magnitude"))
+    model.lm_head.weight.data[5] = torch.inf
+    with pytest.raises(TwoFourError, match="NaN or infinite logits"):
+        estimate(model, pruned, torch.ones(2, 8, dtype=torch.long))
+
+
+def test_a_checkpoint_and_losses_of_layers_together(dense, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 20)
+    measured = Measured(dense, CalibrationOptions(text, samples=6, seqlen=32), "wanda", exclude=["*.0.*"])
+    found = measured.sensitivity
+    assert (found.samples, found.scored, found.seqlen, len(found.layers)) == (6, 6, 32, 7)
+    assert measured.loss_increase([]) == 0
+    names = list(found.layers)[:2]
+    alone = [measured.loss_increase([name]) for name in names]
+    assert all(alone)
+    assert measured.loss_increase(names) not in (0, *alone)
+
+
+def test_text_that_says_nothing_is_refused(dense, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    with pytest.raises(InputError, match="say nothing about a loss"):
+        Measured(dense, CalibrationOptions(text, samples=4, seqlen=1), "wanda")

@@ -1,0 +1,271 @@
+"""Quantized checkpoints: made in memory and on disk, the same either way, whole or refused."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import twofour as package
+from twofour.calibrate.text import read_documents
+from twofour.calibrate.windows import sample_windows
+from twofour.errors import InputError
+from twofour.io.check import check
+from twofour.io.load import load_causal_lm
+from twofour.io.prune_calibrated import CalibrationOptions
+from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
+from twofour.nn.lowrank import add_lowrank_
+from twofour.nn.quantized import QuantizedLinear
+from twofour.packed import unpack
+from twofour.pattern import check_pattern
+from twofour.quantize.schemes import SCHEMES
+
+TOKENS = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+TEXT = "the quick brown fox jumps over the lazy dog and says: 2 of 4 is enough. " * 40
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def calibration(text):
+    return CalibrationOptions(text, samples=6, seqlen=32)
+
+
+def logits(directory, **options):
+    model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+    with torch.no_grad():
+        return model(TOKENS).logits.float()
+
+
+@pytest.mark.parametrize("name", list(SCHEMES))
+def test_command_check_load_and_save_again(name, pruned, tmp_path, twofour):
+    out = tmp_path / "out"
+    ran = twofour("quantize", pruned, out, "--scheme", name, "--json")
+    assert ran.status == 0, ran.err
+    assert ran.json["options"]["scheme"] == name
+    assert len(ran.json["layers"]) == 14
+    assert ran.json["packed_bytes"] < 0.4 * ran.json["dense_bytes"]
+    checked = twofour("check", out, "--json")
+    assert checked.status == 0, checked.err
+    layers = checked.json["layers"]
+    assert len(layers) == 14
+    assert not any(layer["over"] for layer in layers)
+    bits = {"int8": 5, "fp8": 5, "int4": 3}[SCHEMES[name].codes]
+    for layer in layers:
+        rows, columns = layer["shape"]
+        assert layer["dense_bytes"] == 2 * rows * columns
+        scales = 2 * rows * SCHEMES[name].scale_width(columns)
+        assert layer["stored_bytes"] - scales == pytest.approx(rows * columns * bits / 8, rel=0.02)
+
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["format_version"] == 3
+    assert config["scheme"]["name"] == name
+    wanted = logits(pruned)
+    got = logits(out)
+    assert float((got - wanted).norm() / wanted.norm()) < (0.3 if bits == 3 else 0.08)
+
+    model = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert sum(isinstance(m, QuantizedLinear) for m in model.modules()) == 14
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(tmp_path / "again"), got)
+    assert check(tmp_path / "again").ok
+    package.save(model, tmp_path / "saved")
+    assert torch.equal(logits(tmp_path / "saved"), got)
+    record = json.loads((tmp_path / "saved" / "twofour.json").read_text())
+    assert record["steps"][-1]["verb"] == "quantize"
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
+        own = narrow.model.layers[0].mlp.down_proj
+        assert own.weight_values.dtype == SCHEMES[name].stored
+        assert own.weight_scale.dtype == dtype
+        same = model.model.layers[0].mlp.down_proj
+        assert torch.equal(own.packed.unpack(torch.float32), same.packed.unpack(torch.float32))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_text_in_memory_and_on_disk_give_the_same(name, pruned, text, tmp_path):
+    options = QuantizeOptions(name)
+    quantize_checkpoint(pruned, tmp_path / "disk", options, calibration=calibration(text))
+    assert not list(tmp_path.glob(".disk*"))
+    model, tokenizer = load_causal_lm(pruned, "cpu")
+    windows = sample_windows(tokenizer, read_documents(text), 6, 32)
+    package.quantize_(model, name, windows)
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, logits(tmp_path / "disk"))
+    masks = load_file(pruned / "model.safetensors")
+    stored = load_file(tmp_path / "disk" / "model.safetensors")
+    for key, weight in masks.items():
+        base = key.removesuffix("weight")
+        if f"{base}weight_values" in stored:
+            codes = unpack(stored[f"{base}weight_values"], stored[f"{base}weight_meta"], weight.shape[1])
+            assert check_pattern(codes).legal
+            assert not bool(codes.float()[weight == 0].any())
+
+
+def test_compensation_helps_the_whole_model(pruned, text, tmp_path):
+    errors = {}
+    for rounding, given in (("nearest", None), ("compensated", calibration(text))):
+        out = tmp_path / rounding
+        quantize_checkpoint(pruned, out, QuantizeOptions("int4", 32, rounding), calibration=given)
+        model, tokenizer = load_causal_lm(out, "cpu")
+        before, _ = load_causal_lm(pruned, "cpu")
+        ids = torch.tensor([tokenizer(TEXT[:60])["input_ids"]])
+        with torch.no_grad():
+            wanted = before(ids).logits
+            errors[rounding] = float((model(ids).logits - wanted).norm() / wanted.norm())
+    assert errors["compensated"] < 0.7 * errors["nearest"]
+
+
+def test_joint_prunes_a_dense_model(dense, text, tmp_path, twofour):
+    how = ("--scheme", "int4", "--group", 64, "--rounding", "joint", "--calib", text)
+    ran = twofour("quantize", dense, tmp_path / "out", *how, "--samples", 4, "--seqlen", 32, "--json")
+    assert ran.status == 0, ran.err
+    assert ran.json["options"]["rounding"] == "joint"
+    assert ran.json["options"]["group"] == 64
+    assert twofour("check", tmp_path / "out").status == 0
+    assert logits(tmp_path / "out").isfinite().all()
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_resume_gives_the_same_bits(smooth, pruned, text, tmp_path):
+    options = QuantizeOptions("int8", smooth=smooth)
+    tensors = load_file(pruned / "model.safetensors")
+    tensors["model.layers.0.input_layernorm.weight"][5] = 40.0  # something to smooth
+    save_file(tensors, pruned / "model.safetensors", metadata={"format": "pt"})
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    quantize_checkpoint(pruned, whole, options, calibration=calibration(text))
+
+    def stop_after_one(done, total, label):
+        if label == "block 0":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(pruned, cut, options, calibration=calibration(text), on_progress=stop_after_one)
+    assert not cut.exists()
+    assert (tmp_path / ".cut.blocks" / "block-0000.safetensors").exists()
+    quantize_checkpoint(pruned, cut, options, calibration=calibration(text), resume=True)
+    first, second = (load_file(x / "model.safetensors") for x in (whole, cut))
+    assert first.keys() == second.keys()
+    for key in first:
+        assert torch.equal(first[key].view(torch.uint8), second[key].view(torch.uint8)), key
+    if smooth:
+        old = load_file(pruned / "model.safetensors")
+        key = "model.layers.0.input_layernorm.weight"
+        wanted, got = logits(pruned), logits(whole)
+        assert not torch.equal(first[key], old[key])
+        assert float((got - wanted).norm() / wanted.norm()) < 0.08
+
+
+def test_any_module_saves_and_loads(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32))
+
+    model = package.quantize_(package.prune_(make()), "int4", group=32)
+    package.save(model, tmp_path / "out")
+    assert check(tmp_path / "out").ok
+    loaded = package.load(tmp_path / "out", model=make())
+    x = torch.randn(3, 64)
+    assert torch.equal(loaded(x), model(x))
+    assert loaded[0].scheme == model[0].scheme
+
+
+def test_check_finds_damage(pruned, tmp_path):
+    good = tmp_path / "good"
+    quantize_checkpoint(pruned, good, QuantizeOptions("int4"))
+    key = "model.layers.0.mlp.up_proj"
+
+    def damaged(change):
+        out = tmp_path / "bad"
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(good, out)
+        tensors = load_file(out / "model.safetensors")
+        change(tensors)
+        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+        return check(out).faults
+
+    assert damaged(lambda t: None) == []
+    assert "no weight_scale" in damaged(lambda t: t.pop(f"{key}.weight_scale"))[0]
+    assert "not positive" in damaged(lambda t: t[f"{key}.weight_scale"].neg_())[0]
+    assert "nibble" in damaged(lambda t: t[f"{key}.weight_meta"].zero_())[0]
+    wide = damaged(lambda t: t.update({f"{key}.weight_values": t[f"{key}.weight_values"].view(torch.int8)}))
+    assert "int4 needs torch.uint8" in wide[0]
+    out = tmp_path / "bad"
+    tensors = load_file(good / "model.safetensors")
+    del tensors[f"{key}.weight_scale"]
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="weight_scale"):
+        AutoModelForCausalLM.from_pretrained(out)
+    config = json.loads((good / "config.json").read_text())
+    config["quantization_config"]["scheme"] = {"name": "nf4"}
+    (good / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="no scheme 'nf4'"):
+        AutoModelForCausalLM.from_pretrained(good)
+
+
+WRONG = [
+    (("--scheme", "int3"), "there is no scheme 'int3'"),
+    (("--scheme", "int8", "--group", "64"), "no groups"),
+    (("--scheme", "int4", "--group", "48"), "48 columns cannot share"),
+    (("--scheme", "int4", "--rounding", "compensated"), "looks at the inputs"),
+    (("--scheme", "int8", "--smooth"), "smoothing looks at the inputs"),
+    (("--scheme", "int4", "--rounding", "up"), "rounding"),
+    ((), "--scheme"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG)
+def test_wrong_command_lines(arguments, words, pruned, tmp_path, twofour):
+    ran = twofour("quantize", pruned, tmp_path / "out", *arguments)
+    assert ran.status == 2
+    assert words in re.sub(r"\s+", " ", ran.err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_quantized(dense, packed, pruned, text, tmp_path, twofour):
+    ran = twofour("quantize", dense, tmp_path / "out", "--scheme", "int8")
+    assert ran.status == 2
+    assert "2:4 allows 2" in ran.err
+    ran = twofour("quantize", packed, tmp_path / "out", "--scheme", "int8")
+    assert ran.status == 2
+    assert "packed already" in ran.err
+    ran = twofour("quantize", pruned, tmp_path / "out", "--scheme", "int4", "--smooth", "--calib", text)
+    assert ran.status == 2
+    assert "nothing to smooth" in ran.err
+    model = package.prune_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    package.quantize_(model, "int8", include=["0"])
+    package.pack_(model)
+    with pytest.raises(InputError, match="different schemes"):
+        package.save(model, tmp_path / "mixed")
+    untouched = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    package.prune_(untouched, include=["0"])
+    with pytest.raises(InputError, match="1: row 0"):
+        package.quantize_(untouched, "int8")
+    assert type(untouched[0]) is nn.Linear
+
+
+def test_low_rank_corrections_are_refused():
+    model = package.prune_(nn.Sequential(nn.Linear(64, 64)))
+    add_lowrank_(model[0], torch.ones(64, 1), torch.ones(1, 64))
+    with pytest.raises(InputError, match="low-rank"):
+        package.quantize_(model, "int8")
+
+
+def test_what_people_read(pruned, text, tmp_path, twofour):
+    ran = twofour(
+        *("quantize", pruned, tmp_path / "out", "--scheme", "int4", "--calib", text),
+        *("--samples", 4, "--seqlen", 32),
+    )
+    assert ran.status == 0, ran.err
+    assert "Quantized 14 layers to 2:4 int4 in groups of 128, rounding compensated" in ran.out
+    assert "Squared error of the layers' outputs" in ran.out
+    assert "twofour check" in ran.out
+    assert "no kernel for them yet" in twofour("doctor", "--json").out
