@@ -142,8 +142,10 @@ def sensitivity(subjects: Sequence[Subject]) -> Section:
             _by_layer("Loss added by each layer", meaning, by_model, sources, [s.name for s in subjects])
         )
     if without := [subject for subject in subjects if subject.name not in by_model]:
-        what = "loss added by each layer alone (no verb measures it yet; give a document of yours)"
-        command = f"twofour report {without[0].shell} --with sensitivity.json"
+        what = "loss added by each layer alone"
+        command = (
+            f"twofour sensitivity DENSE --calib TEXT --json > {without[0].shell}/reports/sensitivity.json"
+        )
         section.items.append(Missing(everyone(without), what, command))
     return section
 
