@@ -72,7 +72,7 @@ def _show(found: dict[str, Any]) -> None:
     if found["method"] == "magnitude":
         say("Magnitude pruning uses no data and ruins a language model, as you see: it is the baseline.")
     else:
-        say("One-shot pruning costs so small a model much; twofour recover wins most of it back.")
+        say("One-shot pruning costs so small a model much; twofour recover is there to win it back.")
     say("A CPU has no Sparse Tensor Cores: here 2:4 saves bytes, not time.")
     say("\nWhat to try next:")
     say(f"  twofour check {found['packed']}")
