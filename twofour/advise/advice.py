@@ -131,7 +131,7 @@ def advise(
         )
     if attention not in ("grouped", "sdpa"):
         raise InputError(f"no attention {attention!r}.", hint="Choose one of: grouped, sdpa.")
-    chosen, times, notes = _machine(gpu, measured)
+    chosen, times, notes = machine_and_times(gpu, measured)
     network = read_network(model)
     if not any(group.eligible for group in network.groups):
         reasons = sorted({group.reason for group in network.groups if group.reason})
@@ -208,7 +208,7 @@ def weight_bytes(network: Network, scheme: Scheme) -> float:
     return 2.0 * rest + sum(group.count * scheme.weight_bytes(group.rows, group.columns) for group in chosen)
 
 
-def _machine(name: str | None, measured: str | Path | None) -> tuple[Gpu, TimeModel, list[str]]:
+def machine_and_times(name: str | None, measured: str | Path | None) -> tuple[Gpu, TimeModel, list[str]]:
     """The GPU, the time model for it, and sentences about where they come from."""
     if measured is not None:
         rows = read_rows(measured)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from twofour.advise.advice import _machine
+from twofour.advise.advice import machine_and_times
 from twofour.advise.layers import FUSED_NAMES, read_network
 from twofour.advise.products import product_time
 from twofour.advise.schemes import DENSE, SPARSE, Scheme
@@ -98,7 +98,7 @@ class Times:
                 raise InputError(f"{name} is {value}, and must be at least {least}.")
         if work.generate < 0:
             raise InputError(f"generate is {work.generate}, and must be at least 0.")
-        self.gpu, self._model, self.notes = _machine(work.gpu, None)
+        self.gpu, self._model, self.notes = machine_and_times(work.gpu, None)
         network = read_network(model)
         if not network.timed:
             raise InputError(

@@ -10,7 +10,6 @@ They differ in a few moments of the training, and these are the methods here. Th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,12 +19,15 @@ from twofour.recover.options import Recover
 from twofour.select import Layer
 
 
-class Recipe(Protocol):
+class Recipe:
+    """What all have in common: masks that are settled, and moments at which there is nothing to do."""
+
     layers: tuple[Layer, ...]
 
     @property
     def settled(self) -> bool:
         """Whether the model is 2:4 as it stands, with masks that will not move any more."""
+        return True
 
     def attach(self, optimizer: Optimizer) -> None:
         """The model is where it will be trained, and so are the optimizer's parameters."""
@@ -33,16 +35,19 @@ class Recipe(Protocol):
     def before_clip(self, progress: float) -> None:
         """After the backward pass of a step; `progress` is the share of the steps before this one."""
 
-    def after_step(self, progress: float) -> None: ...
+    def after_step(self, progress: float) -> None:
+        """After a step of the optimizer; `progress` counts it."""
 
     def settle(self) -> None:
         """Fix the masks now: a resumed run had done so."""
 
     def notes(self) -> dict[str, float]:
         """What is worth a place in the log."""
+        return {}
 
     def finish(self) -> None:
         """Leave a plain 2:4 model."""
+        raise NotImplementedError
 
 
 def recipe_for(model: nn.Module, options: Recover, include: Sequence[str], exclude: Sequence[str]) -> Recipe:
@@ -53,9 +58,7 @@ def recipe_for(model: nn.Module, options: Recover, include: Sequence[str], exclu
     return Fixed(model, include, exclude)
 
 
-class Fixed:
-    settled = True
-
+class Fixed(Recipe):
     def __init__(self, model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> None:
         self._masks = hold_masks(model, include, exclude)
         self.layers = self._masks.layers
@@ -63,24 +66,12 @@ class Fixed:
     def attach(self, optimizer: Optimizer) -> None:
         self._masks.attach(optimizer)
 
-    def before_clip(self, progress: float) -> None:
-        pass
-
-    def after_step(self, progress: float) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def notes(self) -> dict[str, float]:
-        return {}
-
     def finish(self) -> None:
         self._masks.apply()
         self._masks.remove()
 
 
-class Moving:
+class Moving(Recipe):
     def __init__(
         self, model: nn.Module, options: Recover, include: Sequence[str], exclude: Sequence[str]
     ) -> None:
@@ -132,9 +123,7 @@ class Moving:
         self._fixed.remove()
 
 
-class Adapters:
-    settled = True
-
+class Adapters(Recipe):
     def __init__(
         self, model: nn.Module, options: Recover, include: Sequence[str], exclude: Sequence[str]
     ) -> None:
@@ -148,21 +137,6 @@ class Adapters:
         self.parameters: list[Tensor] = list(
             add_masked_lora_(model, options.rank, options.alpha, include, exclude)
         )
-
-    def attach(self, optimizer: Optimizer) -> None:
-        pass
-
-    def before_clip(self, progress: float) -> None:
-        pass
-
-    def after_step(self, progress: float) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def notes(self) -> dict[str, float]:
-        return {}
 
     def finish(self) -> None:
         from twofour.recover.lora import merge_masked_lora_
