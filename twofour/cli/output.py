@@ -33,6 +33,14 @@ Save = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where a run that was cut short stopped.")]
 
+# What every verb that calibrates asks for.
+Calib = Annotated[
+    Path | None, typer.Option(help="Calibration text: plain or .jsonl; self: the model writes it.")
+]
+Samples = Annotated[int, typer.Option(help="Windows of calibration text.")]
+Seqlen = Annotated[int | None, typer.Option(help="Tokens a window. Default: the model's, at most 2048.")]
+Seed = Annotated[int, typer.Option(help="Which windows are taken.")]
+
 #: Without a terminal: how often a plain line tells how far the work is.
 SECONDS_BETWEEN_LINES = 5.0
 

@@ -9,9 +9,13 @@ import typer
 from rich.markup import escape
 
 from twofour.cli.output import (
+    Calib,
     Include,
     Json,
     Resume,
+    Samples,
+    Seed,
+    Seqlen,
     alike,
     note,
     print_json,
@@ -40,14 +44,10 @@ def command(
             show_default=False,
         ),
     ] = None,
-    calib: Annotated[
-        Path | None, typer.Option(help="Calibration text: plain or .jsonl; self: the model writes it.")
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 128,
-    seqlen: Annotated[
-        int | None, typer.Option(help="Tokens a window. Default: the model's, at most 2048.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Which windows are taken.")] = 0,
+    calib: Calib = None,
+    samples: Samples = 128,
+    seqlen: Seqlen = None,
+    seed: Seed = 0,
     lowrank: Annotated[
         int, typer.Option(min=0, help="Rank of a correction kept beside each weight; 0: none.")
     ] = 0,

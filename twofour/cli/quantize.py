@@ -8,10 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from twofour.cli.output import (
+    Calib,
     Exclude,
     Include,
     Json,
     Resume,
+    Samples,
+    Seed,
+    Seqlen,
     print_json,
     progress,
     quiet_libraries,
@@ -32,14 +36,10 @@ def command(
     scheme: Annotated[
         str, typer.Option(help="int8, fp8, int4, int8-weight or fp8-weight.", show_default=False)
     ],
-    calib: Annotated[
-        Path | None, typer.Option(help="Calibration text: plain or .jsonl; self: the model writes it.")
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 128,
-    seqlen: Annotated[
-        int | None, typer.Option(help="Tokens a window. Default: the model's, at most 2048.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Which windows are taken.")] = 0,
+    calib: Calib = None,
+    samples: Samples = 128,
+    seqlen: Seqlen = None,
+    seed: Seed = 0,
     group: Annotated[
         int | None, typer.Option(help="int4: columns that share a scale, 128, 64 or 32.", show_default=False)
     ] = None,

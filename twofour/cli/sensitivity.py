@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from twofour.cli.output import Include, Json, Save, keep, print_json, progress, quiet_libraries, say, table
+from twofour.cli.output import (
+    Include,
+    Json,
+    Samples,
+    Save,
+    Seed,
+    Seqlen,
+    keep,
+    print_json,
+    progress,
+    quiet_libraries,
+    say,
+    table,
+)
 
 EXAMPLE = "Example: [bold]twofour sensitivity ./Llama-3-8B --calib c4.txt[/]"
 
@@ -26,11 +39,9 @@ def command(
     method: Annotated[
         str, typer.Option(help="What prunes a layer: magnitude, wanda, ria, sparsegpt, admm or best.")
     ] = "sparsegpt",
-    samples: Annotated[int, typer.Option(help="Windows of text that the method sees.")] = 128,
-    seqlen: Annotated[
-        int | None, typer.Option(help="Tokens a window. Default: the model's, at most 2048.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Which windows are taken.")] = 0,
+    samples: Samples = 128,
+    seqlen: Seqlen = None,
+    seed: Seed = 0,
     include: Include = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Not these layers. Repeatable.")] = None,
     save: Save = False,
