@@ -39,12 +39,11 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from twofour.bench.timing import about
-from twofour.calibrate.blocks import Block, Call, Shelf, observe, pass_through
+from twofour.calibrate.blocks import GPU_TOKENS, Block, Call, Shelf, observe, pass_through
 from twofour.calibrate.statistics import Gram
 from twofour.pattern import check_pattern
 from twofour.prune import method_named, prune_block
 from twofour.prune.hessian import relative_output_error
-from twofour.prune.model import GPU_TOKENS
 from twofour.select import Layer, select
 from twofour.version import __version__
 

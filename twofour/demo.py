@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from twofour.bench.generations import write_on
 from twofour.bench.perplexity import evaluate
 from twofour.calibrate.text import read_documents
 from twofour.errors import InputError, TwoFourError
@@ -189,8 +190,5 @@ def _python_documentation() -> list[str]:
 
 
 def _generate(model: Any, tokenizer: Any) -> str:
-    inputs = tokenizer(PROMPT, return_tensors="pt").to(model.device)
-    out = model.generate(
-        **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id
-    )
-    return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    text: str = tokenizer.decode(write_on(model, tokenizer, PROMPT, NEW_TOKENS), skip_special_tokens=True)
+    return text

@@ -46,7 +46,6 @@ from twofour.io.prune_calibrated import FLOAT32_UP_TO, SELF, CalibrationOptions
 from twofour.io.structure import checkpoint_layers
 from twofour.progress import OnProgress, silent
 from twofour.prune import Method, chosen_method, prune_weight
-from twofour.prune.model import CPU_WINDOWS, GPU_TOKENS
 from twofour.select import Layer
 
 #: The pruned weights may take this share of a GPU's free memory; otherwise they wait on the CPU.
@@ -132,10 +131,7 @@ def prune_alone(
 
     if method.needs_inputs:
         # As `prune` does it, but for tuning whole blocks, which says nothing about a layer.
-        batch = max(1, GPU_TOKENS // windows.shape[1]) if device.type == "cuda" else CPU_WINDOWS
-        run_blocks(
-            *(model, layers, windows.to(device), look), device=device, batch=batch, on_progress=on_progress
-        )
+        run_blocks(*(model, layers, windows.to(device), look), device=device, on_progress=on_progress)
     else:
         with torch.no_grad():
             for layer in layers:

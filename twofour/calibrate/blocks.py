@@ -78,6 +78,11 @@ class Block:
 #: Share of a GPU's free memory that the states of all windows may take; otherwise they are kept on the CPU.
 RESIDENT_SHARE = 0.25
 
+#: What passes through a block at a time: so many windows on a CPU, which is busy with one, and windows of so
+#: many tokens on a GPU, which is not. Constants: rounding depends on it, and a resumed run must do the same.
+CPU_WINDOWS = 4
+GPU_TOKENS = 16384
+
 #: Called for each block that has chosen layers; changes its weights.
 Change = Callable[[Block], object]
 
@@ -156,7 +161,7 @@ def run_blocks(
     change: Change,
     *,
     device: torch.device | str = "cpu",
-    batch: int = 4,
+    batch: int | None = None,
     follow: float | None = None,
     finished: int = 0,
     restore: Callable[[int], None] | None = None,
@@ -180,7 +185,9 @@ def run_blocks(
     device = torch.device(device)
     weights = weights or InModel()
     with evaluating(model):
-        calls = _catch(model, blocks[0], parallel.share_of(windows), batch)
+        calls = _catch(
+            model, blocks[0], parallel.share_of(windows), batch or windows_at_once(windows, device)
+        )
         copies = (
             1 + bool(follow) + (follow is not None)
         )  # for each window: its own, the dense model's, targets
@@ -220,6 +227,11 @@ def run_blocks(
                 pass_through(block, calls, shelf)
             weights.release(number, block)
             on_progress(number + 1, len(blocks), f"block {number}")
+
+
+def windows_at_once(windows: Tensor, device: torch.device) -> int:
+    """How many of the windows pass through a block together, unless a method has its own idea."""
+    return max(1, GPU_TOKENS // windows.shape[1]) if device.type == "cuda" else CPU_WINDOWS
 
 
 def _catch(model: nn.Module, first: nn.Module, windows: Tensor, batch: int) -> list[Call]:

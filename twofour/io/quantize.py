@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from twofour.calibrate.blocks import Block, run_blocks
+from twofour.calibrate.blocks import Block
 from twofour.calibrate.statistics import Gram
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
@@ -31,6 +31,7 @@ from twofour.io.prune_calibrated import (
     checkpoint_dtype,
     finished_blocks,
     open_for_calibration,
+    read_pruned,
     vectors_in_files,
 )
 from twofour.io.record import add_step, summary
@@ -43,10 +44,8 @@ from twofour.nn.quantized import put_quantized_
 from twofour.packed import Packed24, unpack
 from twofour.progress import OnProgress, silent
 from twofour.prune.hessian import relative_output_error
-from twofour.prune.model import CPU_WINDOWS, GPU_TOKENS
 from twofour.quantize import Quantized, Rounding, Scheme, quantize_matrix, scheme_named, smooth_
-from twofour.quantize.activations import round_inputs
-from twofour.quantize.blocks import inputs_in_order, shifted_target
+from twofour.quantize.blocks import quantize_blocks
 from twofour.quantize.rounding import require_two_four
 from twofour.select import Layer, require_layers, select
 
@@ -128,7 +127,7 @@ def quantize_(
                 require_two_four(layer.to_matrix(weight.detach()), layer.name)
         if smooth:
             smooth_(model, windows, include, exclude)
-        _run(
+        quantize_blocks(
             *(model, layers, windows, chosen, how),
             lambda block, layer, rounded, _: put(layer, rounded),
             device=next(iter(weights.values())).device,
@@ -225,7 +224,7 @@ def quantize_checkpoint(
         keys = [f"{base}.{part}" for part in _PARTS] if name in layers.by_tensor else [name]
         if keys[0] not in files:
             return {name: tensor}, {}
-        new = {key: _read(files[key], key) for key in keys}
+        new = {key: read_pruned(files[key], key) for key in keys}
         new |= {key: stubs[key] for key in stubs if key == name}
         return new, dict(all_notes.get(name, {}))
 
@@ -289,7 +288,7 @@ def _quantize_blocks(
             values, meta, scale = (new[f"{key.removesuffix('.weight')}.{part}"] for part in _PARTS)
             return Packed24(values, meta, layer.columns, scale)
 
-        _run(
+        quantize_blocks(
             *(model, list(keys), windows, scheme, rounding, keep),
             device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
             dtypes={layer: checkpoint_dtype(checkpoint, key) for layer, key in keys.items()},
@@ -298,59 +297,6 @@ def _quantize_blocks(
             weights=weights,
             on_progress=on_progress,
         )
-
-
-def _run(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    windows: Tensor,
-    scheme: Scheme,
-    rounding: Rounding,
-    keep: Any,
-    *,
-    device: torch.device | str,
-    dtypes: dict[Layer, torch.dtype] | None = None,
-    restore: Callable[[int], list[Layer]] | None = None,
-    **options: Any,
-) -> None:
-    """Round the layers block by block. `keep` is given each result and says what is stored of it: that is
-    what the blocks behind it get to see, with activations rounded as they will be. `restore` puts a finished
-    block back and says which layers it had."""
-
-    @torch.no_grad()
-    def change(block: Block) -> None:
-        follows = rounding != "nearest"
-        plain = ((layer, block.grams.pop(layer), None) for layer in block.layers)
-        inputs = inputs_in_order(block, scheme) if follows else plain
-        for layer, gram, drift in inputs:
-            weight = block.module.get_parameter(f"{layer.name.removeprefix(f'{block.name}.')}.weight")
-            dtype = dtypes[layer] if dtypes else weight.dtype
-            matrix = layer.to_matrix(weight.detach())
-            target = None if drift is None else shifted_target(matrix, gram, drift, layer.name)
-            rounded = quantize_matrix(matrix, scheme, rounding, gram, layer.name, dtype, target)
-            stored: Packed24 = keep(block, layer, rounded, gram)
-            weight.copy_(layer.from_matrix(stored.unpack(weight.dtype)))
-            rounding_inputs(layer)
-
-    def restore_and_round(number: int) -> None:
-        if restore is not None:
-            for layer in restore(number):
-                rounding_inputs(layer)
-
-    def rounding_inputs(layer: Layer) -> None:
-        if scheme.rounds_activations:
-            hooks.append(round_inputs(model.get_submodule(layer.name), scheme))
-
-    hooks: list[Any] = []
-    batch = GPU_TOKENS // windows.shape[1] if torch.device(device).type == "cuda" else CPU_WINDOWS
-    here = windows.to(next(model.parameters()).device)
-    follow = None if rounding == "nearest" else 1.0
-    options |= {"device": device, "batch": max(1, batch), "follow": follow, "restore": restore_and_round}
-    try:
-        run_blocks(model, layers, here, change, **options)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _stored(
@@ -404,12 +350,6 @@ def _finished_work(work: Path) -> tuple[dict[str, Path], dict[str, dict[str, Any
             files |= dict.fromkeys(opened.keys(), file)
             notes |= json.loads(opened.metadata()["notes"])
     return files, notes
-
-
-def _read(file: Path, key: str) -> Tensor:
-    with safe_open(file, framework="pt") as opened:
-        tensor: Tensor = opened.get_tensor(key)
-        return tensor
 
 
 def _is_wide(checkpoint: Checkpoint) -> bool:

@@ -28,11 +28,6 @@ from twofour.select import Layer, require_layers, select
 
 Model = TypeVar("Model", bound=nn.Module)
 
-#: What passes through a block at a time: so many windows on a CPU, which is busy with one, and windows of so
-#: many tokens on a GPU, which is not. Constants: rounding depends on it, and a resumed run must do the same.
-CPU_WINDOWS = 4
-GPU_TOKENS = 16384
-
 
 class Method(Protocol):
     """What every method is: options, a name, and how one weight is pruned.
@@ -157,11 +152,10 @@ def run_calibrated(
 ) -> None:
     """`run_blocks` with what the method wants of it."""
     tuning = reconstruction_of(method)
-    batch = GPU_TOKENS // windows.shape[1] if torch.device(device).type == "cuda" else CPU_WINDOWS
     run_blocks(
         *(model, layers, windows.to(next(model.parameters()).device), change),
         device=device,
-        batch=tuning.batch(windows) if tuning else max(1, batch),
+        batch=tuning.batch(windows) if tuning else None,
         follow=tuning.follow if tuning else None,
         finished=finished,
         restore=restore,

@@ -1,4 +1,4 @@
-"""The inputs of a block's layers, one after another as they are rounded, beside what they were before.
+"""Rounding block by block: a layer's inputs as they are when its turn comes, beside what they were before.
 
 Errors add up: behind a few rounded blocks a layer no longer gets the inputs x that it had in the model as it
 was, but others, x′. Rounding so that Q·x′ stays near W·x′ leaves the error that x′ brings with it. Q·x′ near
@@ -11,19 +11,72 @@ activations, x′ is what is left of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from twofour.calibrate.blocks import Block, Call
+from twofour.calibrate.blocks import Block, Call, run_blocks
 from twofour.calibrate.statistics import Gram
+from twofour.packed import Packed24
 from twofour.prune.hessian import damped_cholesky
-from twofour.quantize.activations import as_rounded
-from twofour.quantize.rounding import DAMPING
+from twofour.quantize.activations import as_rounded, round_inputs
+from twofour.quantize.rounding import DAMPING, Rounding, quantize_matrix
 from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
+
+
+def quantize_blocks(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    windows: Tensor,
+    scheme: Scheme,
+    rounding: Rounding,
+    keep: Any,
+    *,
+    device: torch.device | str,
+    dtypes: dict[Layer, torch.dtype] | None = None,
+    restore: Callable[[int], list[Layer]] | None = None,
+    **options: Any,
+) -> None:
+    """Round the layers block by block. `keep` is given each result and says what is stored of it: that is
+    what the blocks behind it get to see, with activations rounded as they will be. `restore` puts a finished
+    block back and says which layers it had."""
+
+    @torch.no_grad()
+    def change(block: Block) -> None:
+        follows = rounding != "nearest"
+        plain = ((layer, block.grams.pop(layer), None) for layer in block.layers)
+        inputs = inputs_in_order(block, scheme) if follows else plain
+        for layer, gram, drift in inputs:
+            weight = block.module.get_parameter(f"{layer.name.removeprefix(f'{block.name}.')}.weight")
+            dtype = dtypes[layer] if dtypes else weight.dtype
+            matrix = layer.to_matrix(weight.detach())
+            target = None if drift is None else shifted_target(matrix, gram, drift, layer.name)
+            rounded = quantize_matrix(matrix, scheme, rounding, gram, layer.name, dtype, target)
+            stored: Packed24 = keep(block, layer, rounded, gram)
+            weight.copy_(layer.from_matrix(stored.unpack(weight.dtype)))
+            rounding_inputs(layer)
+
+    def restore_and_round(number: int) -> None:
+        if restore is not None:
+            for layer in restore(number):
+                rounding_inputs(layer)
+
+    def rounding_inputs(layer: Layer) -> None:
+        if scheme.rounds_activations:
+            hooks.append(round_inputs(model.get_submodule(layer.name), scheme))
+
+    hooks: list[Any] = []
+    here = windows.to(next(model.parameters()).device)
+    follow = None if rounding == "nearest" else 1.0
+    options |= {"device": device, "follow": follow, "restore": restore_and_round}
+    try:
+        run_blocks(model, layers, here, change, **options)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _Reached(Exception):
