@@ -185,12 +185,9 @@ def run_blocks(
     device = torch.device(device)
     weights = weights or InModel()
     with evaluating(model):
-        calls = _catch(
-            model, blocks[0], parallel.share_of(windows), batch or windows_at_once(windows, device)
-        )
-        copies = (
-            1 + bool(follow) + (follow is not None)
-        )  # for each window: its own, the dense model's, targets
+        together = batch or windows_at_once(windows, device)
+        calls = _catch(model, blocks[0], parallel.share_of(windows), together)
+        copies = 1 + bool(follow) + (follow is not None)  # of a window: its own, the dense model's, targets
         shelf = Shelf(device, copies * sum(call.states.nbytes for call in calls))
         for call in calls:
             call.states = shelf.put(call.states)
