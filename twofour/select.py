@@ -4,7 +4,8 @@ Eligible are plain `nn.Linear`, transformers' `Conv1D` (GPT-2: a Linear stored t
 `nn.Conv2d`. Left alone by default: embeddings and norms (not matrices that multiply activations), output
 heads and expert routers (small share of the time, large share of the accuracy), and layers too small to
 gain anything. `include` and `exclude` are shell-style patterns over module names; what `include` names
-explicitly is taken even if it is a head, a router or small.
+explicitly is taken even if it is a head, a router or small. Experts that are stored as one tensor are taken
+apart into `nn.Linear`s first (`twofour.calibrate.experts`).
 
 `Layer` knows how a layer's weight is laid out as the matrix that the rule applies to:
 
@@ -159,7 +160,35 @@ def as_layer(name: str, module: nn.Module) -> Layer | str:
         return Layer(name, "conv2d", shape)
     if isinstance(module, nn.Linear | nn.Conv2d):
         return f"{kind.__name__} is a subclass whose forward may not be a plain product"
+    if experts := stacked_experts(module):
+        return experts if isinstance(experts, str) else "its experts are stored as one tensor"
     return "packed already" if hasattr(module, "weight_meta") else "not a Linear, Conv1D or Conv2d"
+
+
+def stacked_experts(module: nn.Module) -> tuple[str, ...] | str | None:
+    """The names of a module's weights [experts, out, in], the up side first; why not, if it has such experts
+    but in another form; None if it has none.
+
+    transformers marks such modules: its decorator `use_experts_implementation` leaves these attributes on a
+    class of any model, and says with them that it computes down(activation(up(x))) for each expert.
+    """
+    if not all(hasattr(module, mark) for mark in ("num_experts", "is_transposed", "has_bias", "_apply_gate")):
+        return None
+    weights = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+    own = set(weights) | {f"{name}_bias" for name in weights}
+    if module.is_transposed:
+        return "its experts are stored as [in, out], and groups of four run along the inputs"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are spread over processes"
+    if any(name not in own for name, _ in module.named_parameters()):
+        return "it has parameters beside the weights of its experts"
+    for name in weights:
+        weight = module._parameters.get(name)
+        if weight is None or weight.dim() != 3 or len(weight) != module.num_experts:
+            return f"its {name} is not [experts, out, in]"
+        if not weight.is_floating_point():
+            return f"its {name} is quantized"
+    return weights
 
 
 def _default_reason(model: nn.Module, layer: Layer) -> str | None:

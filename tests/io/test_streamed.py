@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from twofour.calibrate.blocks import find_blocks, run_blocks
+from twofour.calibrate.experts import OpenExperts
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.load import load_causal_lm
 from twofour.io.prune import prune_checkpoint
@@ -36,9 +37,9 @@ MODELS = {
 }
 
 
-def saved(model, dense, directory):
+def saved(model, dense, directory, **more):
     """As a checkpoint in several files, with the tokenizer of another one."""
-    model.save_pretrained(directory, max_shard_size="100KB")
+    model.save_pretrained(directory, max_shard_size="100KB", **more)
     for file in dense.glob("tokenizer*"):
         (directory / file.name).write_bytes(file.read_bytes())
     return Checkpoint(directory)
@@ -101,10 +102,27 @@ def test_pruned_weights_are_the_same(method, dense, tmp_path, monkeypatch):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_model_that_is_put_together_while_it_loads_is_loaded_whole(_dense, tmp_path):
-    """The files of a Mixtral hold every expert's weights, the model one tensor of all experts."""
+def test_experts_are_apart_if_the_files_have_them_so(_dense, tmp_path):
+    """transformers writes every expert's weights for itself, unless it is told not to."""
     config = MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2)
-    checkpoint = saved(MixtralForCausalLM(config), _dense, tmp_path / "model")
+    apart = saved(MixtralForCausalLM(config), _dense, tmp_path / "apart")
+    model = open_streamed(apart, layers_of(apart), None)[0]
+    assert isinstance(model.model.layers[0].mlp.experts, OpenExperts)
+    together = saved(MixtralForCausalLM(config), _dense, tmp_path / "together", save_original_format=False)
+    model = open_streamed(together, layers_of(together), None)[0]
+    assert model.model.layers[0].mlp.experts.down_proj.shape == (4, 64, 128)
+
+
+def test_a_model_that_is_put_together_while_it_loads_is_loaded_whole(_dense, tmp_path):
+    """Here the files hold the weight of one layer under a name that the model does not have."""
+    saved(LlamaForCausalLM(LlamaConfig(**LLAMA)), _dense, tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        tensors = {n.replace("layers.1.self_attn.q_proj", "elsewhere"): t for n, t in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("layers.1.self_attn.q_proj", "elsewhere"))
+    checkpoint = Checkpoint(tmp_path / "model")
+    assert "model.elsewhere.weight" in checkpoint.tensors
     assert open_streamed(checkpoint, layers_of(checkpoint), None) is None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -45,6 +46,7 @@ class LayerCheck:
 class CheckReport:
     directory: str
     packed: bool
+    scheme: dict[str, Any] | None = None  # of all packed layers, as config.json names it
     bytes: int = 0
     checksums: int = 0  # tensors whose stored checksum was compared
     tensors: int = 0
@@ -106,7 +108,9 @@ def _check_sums(checkpoint: Checkpoint, report: CheckReport, on_progress: OnProg
 
 
 def _packed_layers(checkpoint: Checkpoint, report: CheckReport) -> dict[str, Layer]:
-    modules = packed_modules(checkpoint.config["quantization_config"])
+    config = checkpoint.config["quantization_config"]
+    modules, scheme = packed_modules(config), scheme_of(config)
+    report.scheme = None if scheme is None else scheme.as_config()
     for name in checkpoint.tensors:
         base, _, what = name.rpartition(".")
         if what in ("weight_values", "weight_meta", "weight_scale") and base not in modules:

@@ -8,7 +8,7 @@ validates every packed tensor afterwards.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,15 +17,16 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from twofour.calibrate.experts import OpenExperts, makes_one_of, open_experts_
 from twofour.errors import InputError
 from twofour.io.format import METHOD, format_version, lowrank_ranks, packed_modules, scheme_of, stub
-from twofour.io.structure import name_variants
+from twofour.io.structure import name_variants, renaming
 from twofour.io.writer import shard_metadata
 from twofour.nn.convert import common_scheme, packed_layers, stored_layers, swap_
 from twofour.nn.lowrank import empty_lowrank_, lowrank_layers
 from twofour.packed import packed_shapes
 from twofour.quantize.schemes import Scheme
-from twofour.select import Layer, as_layer
+from twofour.select import Layer, as_layer, stacked_experts
 from twofour.version import __version__
 
 #: Tensors that a packed checkpoint has instead of dense weights.
@@ -63,6 +64,8 @@ class TwoFourConfig(QuantizationConfigMixin):
 class TwoFourQuantizer(HfQuantizer):
     quantization_config: TwoFourConfig
     requires_calibration = True  # that is: it loads packed checkpoints, it does not make them
+    _apart: tuple[str, ...] = ()  # weights of stacked experts that were taken apart
+    _renamed: dict[str, torch.dtype]  # what to load tensors as that have another name in the files
 
     def update_attn_implementation(self, config: Any) -> Any:
         return _without_sentence(config)
@@ -71,25 +74,37 @@ class TwoFourQuantizer(HfQuantizer):
         # The same hook by its older name: the only ones that see the config before the files are looked up.
         return _without_sentence(config)
 
+    def update_weight_conversions(self, weight_conversions: list[Any], *rest: Any) -> list[Any]:
+        """Experts that are packed one by one are not put together while they are loaded."""
+        kept = [rule for rule in weight_conversions if not makes_one_of(rule, self._apart)]
+        return list(super().update_weight_conversions(kept, *rest))
+
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        self._apart = _open_packed_experts(model, self.quantization_config.modules)
         layers = list(_layers_of(model, self.quantization_config.modules))
         lowrank = self.quantization_config.lowrank
         scheme = scheme_of(self.quantization_config.to_dict())
         _require_tensors(model, layers, lowrank, scheme, kwargs.get("checkpoint_files"))
         with torch.device("meta"):
             swap_(model, layers, scheme=scheme)
+            names, renamed = {x.name for x in layers}, renaming(model)
             for name, rank in lowrank.items():
-                own = next((n for n in name_variants(model, name) if n in {x.name for x in layers}), None)
+                own = next((n for n in name_variants(model, _module(renamed, name)) if n in names), None)
                 if own is not None:  # else it is part of a head that this class does not have
                     empty_lowrank_(model.get_submodule(own), rank, own)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
         container = set if isinstance(ignored, set) else list  # newer and older transformers
         stubs = [
-            re.escape(name_variants(model, key)[-1]) + "$" for key in stub(self.quantization_config.modules)
+            re.escape(name_variants(model, renamed(key))[-1]) + "$"
+            for key in stub(self.quantization_config.modules)
         ]
+        self._renamed = _dtypes_of_renamed(model, renamed, kwargs.get("checkpoint_files"))
         model._keys_to_ignore_on_load_unexpected = container([*(ignored or ()), *stubs])  # type: ignore[assignment]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for name, dtype in self._renamed.items():  # some versions leave these as they are in the files
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.to(dtype)
         for name, module in packed_layers(model).items():
             module.freeze()
             if module.scheme is not None and module.weight_values.dtype != module.scheme.stored:
@@ -103,6 +118,9 @@ class TwoFourQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         self.quantization_config = _config_of(model, self.quantization_config.made)
         model.config.quantization_config = self.quantization_config  # type: ignore[union-attr]
+        if any(isinstance(module, OpenExperts) for module in model.modules()):
+            # Names as the config lists them; transformers would put older ones in the file.
+            model._weight_conversions = []  # type: ignore[assignment]
         state = {**model.state_dict(), **stub(stored_layers(model))}
         here = {k: v for k, v in state.items() if v.device.type != "meta"}  # "meta": offloaded
         return state, shard_metadata(here)
@@ -152,8 +170,9 @@ def _layers_of(model: nn.Module, modules: dict[str, Any]) -> Iterable[Layer]:
     here = dict(model.named_modules())
     prefix = getattr(model, "base_model_prefix", "")
     is_body = not hasattr(model, prefix)
+    renamed = renaming(model)
     for name, shape in modules.items():
-        own = next((n for n in name_variants(model, name) if n in here), None)
+        own = next((n for n in name_variants(model, _module(renamed, name)) if n in here), None)
         if own is None:
             if is_body and not name.startswith(prefix + "."):
                 continue  # part of a head, which this class does not have
@@ -170,6 +189,47 @@ def _layers_of(model: nn.Module, modules: dict[str, Any]) -> Iterable[Layer]:
         yield layer
 
 
+def _open_packed_experts(model: nn.Module, modules: dict[str, Any]) -> tuple[str, ...]:
+    """Take stacked experts apart if the config lists some of them; the names of the weights that are gone."""
+    stacked = {
+        name: weights
+        for name, module in model.named_modules()
+        if isinstance(weights := stacked_experts(module), tuple)
+    }
+    renamed = renaming(model)
+    inside = (v for name in modules for v in name_variants(model, _module(renamed, name)))
+    if not any(name.startswith(tuple(f"{module}." for module in stacked)) for name in inside):
+        return ()
+    if not hasattr(HfQuantizer, "update_weight_conversions"):
+        raise InputError(
+            "this version of transformers cannot load packed experts.", hint="Upgrade transformers."
+        )
+    open_experts_(model)
+    return tuple(f"{name}.{own}" for name, weights in stacked.items() for own in weights)
+
+
+def _dtypes_of_renamed(
+    model: nn.Module, renamed: Callable[[str], str], files: list[str] | None
+) -> dict[str, torch.dtype]:
+    """The floating-point parameters that the files call otherwise, and what they are in the model."""
+    from safetensors import safe_open
+
+    here = dict(model.named_parameters())
+    found: dict[str, torch.dtype] = {}
+    for file in files or ():
+        with safe_open(file, framework="pt") as opened:
+            for key in (k for k in opened.keys() if renamed(k) != k):  # noqa: SIM118 (not a dict)
+                name = next((n for n in name_variants(model, renamed(key)) if n in here), None)
+                if name is not None and here[name].is_floating_point():
+                    found[name] = here[name].dtype
+    return found
+
+
+def _module(renamed: Callable[[str], str], name: str) -> str:
+    """What the model calls a module that files name so: only tensors are renamed by rule."""
+    return renamed(f"{name}.weight_values").removesuffix(".weight_values")
+
+
 def _require_tensors(
     model: nn.Module,
     layers: list[Layer],
@@ -183,13 +243,14 @@ def _require_tensors(
     from safetensors import safe_open
 
     found: dict[str, tuple[int, ...]] = {}
+    renamed = renaming(model)
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (not a dict)
                 if key.rpartition(".")[2] in _PARTS:
-                    found[key] = tuple(opened.get_slice(key).get_shape())
+                    found[renamed(key)] = tuple(opened.get_slice(key).get_shape())
     for key in (f"{name}.lowrank_{side}" for name in lowrank for side in ("left", "right")):
-        if not any(variant in found for variant in name_variants(model, key)):
+        if not any(variant in found for variant in name_variants(model, renamed(key))):
             raise InputError(f"the checkpoint has no {key}.", layer=key.rpartition(".")[0])
     for layer in layers:
         values, meta = packed_shapes(layer.rows, layer.columns, scheme.stored if scheme else None)

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from twofour.calibrate.experts import open_experts_
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.format import is_packed, lowrank_ranks, packed_modules, scheme_of, stub
-from twofour.io.structure import name_variants
+from twofour.io.structure import name_variants, renaming
 from twofour.nn.convert import packed_layers, set_memory, swap_
 from twofour.nn.lowrank import add_lowrank_, empty_lowrank_
 from twofour.nn.modules import Memory
@@ -43,6 +44,8 @@ def load(
         raise InputError(
             f"{sorted(from_pretrained)} go to from_pretrained, which is not called for a model given."
         )
+    if any(name not in dict(model.named_modules()) for name in modules):
+        open_experts_(model)
     here = dict(model.named_modules())
     layers = []
     for name, shape in modules.items():
@@ -67,11 +70,14 @@ def load(
     return model
 
 
-def load_causal_lm(directory: str | Path, device: str | None = None, dtype: Any = None) -> tuple[Any, Any]:
+def load_causal_lm(
+    directory: str | Path, device: str | None = None, dtype: Any = None, *, open_experts: bool = True
+) -> tuple[Any, Any]:
     """A causal language model, packed or dense, and its tokenizer.
 
     Unless told otherwise on a GPU, if there is one, in the dtype of the checkpoint; on a CPU in float32,
-    where 16 bit is slower and no more exact.
+    where 16 bit is slower and no more exact. Experts that are stored as one tensor are taken apart, for work
+    on single layers; `open_experts=False` leaves them as transformers has them, which runs faster.
     """
     import torch
     import transformers
@@ -92,6 +98,9 @@ def load_causal_lm(directory: str | Path, device: str | None = None, dtype: Any 
             f"transformers cannot load {directory} as a causal language model: {first}."
         ) from error
     if not is_packed(checkpoint.config):
+        corrected = any(key.endswith(".lowrank_left") for key in checkpoint.tensors)
+        if open_experts or corrected:  # a correction is beside the layer of one expert
+            open_experts_(model)
         _restore_lowrank(model, checkpoint)
     return model.eval(), tokenizer
 
@@ -99,10 +108,12 @@ def load_causal_lm(directory: str | Path, device: str | None = None, dtype: Any 
 def _restore_lowrank(model: Any, checkpoint: Checkpoint) -> None:
     """What `prune --lowrank` put beside dense weights, and transformers does not know."""
     here = dict(model.named_modules())
+    renamed = renaming(model)
     for key in checkpoint.tensors:
         base, _, what = key.rpartition(".")
         if what == "lowrank_left":
-            name = next((n for n in name_variants(model, base) if n in here), None)
+            inside = renamed(key).removesuffix(f".{what}")
+            name = next((n for n in name_variants(model, inside) if n in here), None)
             if name is not None:
                 left, right = (checkpoint.read(f"{base}.lowrank_{side}") for side in ("left", "right"))
                 add_lowrank_(here[name], left, right, name)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from twofour.calibrate.experts import opened_experts
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.format import is_packed, packed_config, stub
@@ -15,7 +16,7 @@ from twofour.io.record import add_step, last_step, summary
 from twofour.io.stream import rewrite
 from twofour.io.structure import CheckpointLayers, checkpoint_layers
 from twofour.io.writer import CheckpointWriter
-from twofour.nn import Memory, convert_
+from twofour.nn import Memory, convert_, packed_layers
 from twofour.nn.lowrank import lowrank_aside
 from twofour.packed import pack
 from twofour.progress import OnProgress, silent
@@ -34,11 +35,14 @@ def pack_(
     )
 
     Either all of the layers are packed or, when one of them is not 2:4, none. Low-rank corrections go along.
+    Experts that are stored as one tensor are taken apart, and each is packed by itself.
     """
-    with lowrank_aside(model) as corrected:
+    with lowrank_aside(model) as corrected, opened_experts(model) as experts:
         layers = require_layers(select(model, include, exclude)).layers
         _require_packed(corrected, {layer.name for layer in layers})
         convert_(model, layers, memory)
+        if any(packed_layers(module) for module in experts.values()):
+            experts.clear()  # all stay apart, or none: a checkpoint is loaded by one rule for all blocks
     if hasattr(model, "save_pretrained"):
         from twofour.io.huggingface import mark_packed  # imports transformers
 

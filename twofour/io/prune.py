@@ -61,6 +61,8 @@ def prune_checkpoint(
         options |= calibration.as_recorded()
     elif calibration is not None and calibration.lowrank:
         raise InputError(f"low-rank compensation needs inputs, and {chosen.name} does not look at any.")
+    elif calibration is not None and calibration.permute:
+        raise InputError(f"permutation goes by the inputs, and {chosen.name} does not look at any.")
     if budget:
         options["budget"] = budget["budget"]
     described = {**options, "layers": sorted(layers.by_tensor)}

@@ -2,8 +2,9 @@
 
 What a block gave is on disk when the block is done (`.OUT.blocks/`), so a run that was cut short goes on
 there with `resume`: the finished blocks are only run again, not pruned again, and the result is the same.
-Beside the weights of the layers a block's file holds the norms and biases that were tuned with them. At the
-end the source is copied with the new weights in place of the old, as any other stage does it.
+Beside the weights of the layers a block's file holds the norms and biases that were tuned with them, and what
+else moved where channels were reordered. At the end the source is copied with the new weights in place of the
+old, as any other stage does it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.load import load_causal_lm
 from twofour.io.streamed import DTYPES, StreamedBlocks, open_streamed
-from twofour.io.structure import CheckpointLayers, name_variants
+from twofour.io.structure import CheckpointLayers, keys_in_files
 from twofour.nn.lowrank import LowRank, add_lowrank_, lowrank_cost
 from twofour.progress import OnProgress, silent
-from twofour.prune import Method, prune_block, run_calibrated
+from twofour.prune import Method, prune_block, reorder_block, run_calibrated
 from twofour.prune.hessian import relative_output_error
 from twofour.prune.lowrank import compensate
+from twofour.prune.permute_block import Reordered
 from twofour.select import Layer
 
 #: Above this a model is calibrated in the dtype of its checkpoint rather than in float32.
@@ -52,7 +54,8 @@ class CalibrationOptions:
     """What a checkpoint is calibrated on: `samples` windows of `seqlen` tokens of the text `calib`.
 
     `seqlen` None is what the model takes, at most 2048. `lowrank` is the rank of the correction that is
-    fitted to the same inputs and kept beside each weight; 0 is none.
+    fitted to the same inputs and kept beside each weight; 0 is none. `permute`: the channels inside each
+    block are reordered before it is pruned.
     """
 
     calib: str | Path
@@ -60,13 +63,12 @@ class CalibrationOptions:
     seqlen: int | None = None
     seed: int = 0
     lowrank: int = 0
+    permute: bool = False
 
     def as_recorded(self) -> dict[str, Any]:
-        """As it stands in the record of the step. A correction is named only where there is one."""
+        """As it stands in the record of the step. What is off, of what is an extra, is not named."""
         recorded = {**dataclasses.asdict(self), "calib": str(self.calib)}
-        if not self.lowrank:
-            del recorded["lowrank"]
-        return recorded
+        return {key: value for key, value in recorded.items() if value or key not in ("lowrank", "permute")}
 
 
 def prune_blocks(
@@ -88,7 +90,7 @@ def prune_blocks(
         work.mkdir(parents=True)
         (work / "options.json").write_text(json.dumps(options))
     keys = {f"{layer.name}.weight": key for key, layer in layers.by_tensor.items()}
-    keys |= vectors_in_files(model, checkpoint)
+    keys = parameters_in_files(model, checkpoint) | keys
 
     @torch.no_grad()
     def restore(number: int) -> None:
@@ -118,9 +120,13 @@ def prune_blocks(
         }
 
     def change(block: Block) -> None:
+        moved = Reordered({}, ())
+        if calibration.permute:
+            moved = reorder_block(block, method, model.config, keys.__contains__)
         notes, tuned = prune_block(block, method, keys.__contains__, compensation)
         stored = {}
-        for name in (*(f"{layer.name}.weight" for layer in notes), *(tuned.changed if tuned else ())):
+        changed = (f"{layer.name}.weight" for layer in notes)
+        for name in dict.fromkeys((*changed, *(tuned.changed if tuned else ()), *moved.changed)):
             parameter = model.get_parameter(name)
             new = parameter.detach().to(checkpoint_dtype(checkpoint, keys[name]))
             # What the next block sees is what will be on disk: a resumed run sees the same.
@@ -136,9 +142,15 @@ def prune_blocks(
                     stored[f"{key.removesuffix('weight')}{side}"] = new.cpu().contiguous()
         if not parallel.is_first():
             return
+        reordered = {layer: {"permutation": note} for layer, note in moved.notes.items()}
         metadata = {
             "notes": {
-                keys[f"{layer.name}.weight"]: {"layer": layer.name, "shape": list(layer.shape), **note}
+                keys[f"{layer.name}.weight"]: {
+                    "layer": layer.name,
+                    "shape": list(layer.shape),
+                    **note,
+                    **reordered.get(layer, {}),
+                }
                 for layer, note in notes.items()
             },
             "block": {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {},
@@ -271,16 +283,17 @@ def finished_blocks(work: Path, options: dict[str, Any]) -> int:
     return number
 
 
-def vectors_in_files(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
-    """The model's vectors (norms, biases) and their tensors in the files, where they are there as such.
+def parameters_in_files(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+    """The model's parameters and their tensors in the files, where they are there as such.
 
-    A vector that transformers made out of something else cannot be written back, so it is not tuned.
+    One that transformers made out of something else cannot be written back: a vector (a norm, a bias) is then
+    not tuned, and channels that it would have to follow are not reordered.
     """
     found: dict[str, str] = {}
+    key_of = keys_in_files(model, checkpoint.tensors)
     for name, parameter in model.named_parameters():
-        for key in name_variants(model, name) if parameter.dim() == 1 else ():
-            info = checkpoint.tensors.get(key)
-            if info is not None and info.shape == tuple(parameter.shape) and info.dtype in DTYPES:
-                found[name] = key
-                break
+        key = key_of(name)
+        info = checkpoint.tensors.get(key or "")
+        if key and info and info.shape == tuple(parameter.shape) and info.dtype in DTYPES:
+            found[name] = key
     return found

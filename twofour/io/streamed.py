@@ -4,9 +4,9 @@ Calibration runs one block at a time, so there is no need to hold the others: a 
 whole and 2 GB a block. The model is built without weights; what stands before the blocks (embeddings) is read
 at once, a block when it is brought, and the one after it meanwhile, by another thread.
 
-That works where the files hold the model's tensors under its own names. Where transformers makes them out of
-others while it loads (experts put together, quantised weights), there is no telling which of them a block
-needs, and `open_streamed` gives None: then the model is loaded as a whole.
+That works where the files hold the model's tensors as they are; experts are taken apart if the files have
+them so. Where transformers makes tensors out of others while it loads (quantised weights), there is no
+telling which of them a block needs, and `open_streamed` gives None: then the model is loaded as a whole.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from twofour.calibrate.blocks import find_blocks
+from twofour.calibrate.experts import open_experts_
 from twofour.io.checkpoint import Checkpoint
-from twofour.io.structure import name_variants
+from twofour.io.structure import keys_in_files
 from twofour.select import Layer
 
 #: Floating-point dtypes that a checkpoint may hold and a model can be calibrated in.
@@ -91,6 +92,8 @@ def open_streamed(
     except (OSError, ValueError, KeyError, RuntimeError):
         return None  # loading it whole will say what is wrong
     keys = _keys(model, checkpoint, layers)
+    if keys is None and open_experts_(model):
+        keys = _keys(model, checkpoint, layers)
     if keys is None:
         return None
     outside, of_blocks = keys
@@ -112,12 +115,13 @@ def _keys(
     head = model.get_output_embeddings()
     head_name = next((name for name, module in model.named_modules() if module is head), None)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    key_of = keys_in_files(model, checkpoint.tensors)
     outside: dict[str, str] = {}
     inside: list[dict[str, str]] = [{} for _ in blocks]
     for name, tensor in model.state_dict().items():
         if head_name and name.startswith(f"{head_name}."):
             continue  # it never runs
-        key = next((k for k in name_variants(model, name) if k in checkpoint.tensors), None)
+        key = key_of(name)
         if key is None:
             if name in parameters:
                 return None

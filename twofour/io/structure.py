@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from twofour.calibrate.experts import open_experts_, weight_conversions
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.select import Layer, LeftAlone, Selection, require_layers, select
+
+#: Why experts are left alone whose files hold the stacked tensor itself, as few do.
+IN_ONE_TENSOR = "the files hold all experts in one tensor: prune and pack the model in memory, from Python"
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,25 @@ def skeleton(checkpoint: Checkpoint) -> nn.Module:
 def checkpoint_layers(
     checkpoint: Checkpoint, include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> CheckpointLayers:
-    """Select layers as `select` does for a model in memory, and find their tensors in the files."""
+    """Select layers as `select` does for a model in memory, and find their tensors in the files.
+
+    Experts are layers of their own here, as they are in most files, whatever the model makes of them.
+    """
     model = skeleton(checkpoint)
+    opened = open_experts_(model)
     selection = require_layers(select(model, include, exclude))
     by_tensor: dict[str, Layer] = {}
     left = list(selection.left)
+    together: dict[str, LeftAlone] = {}
+    key_of = keys_in_files(model, checkpoint.tensors)
     for layer in selection.layers:
-        keys = [f"{name}.weight" for name in name_variants(model, layer.name)]
-        key = next((k for k in keys if k in checkpoint.tensors), None)
+        key = key_of(f"{layer.name}.weight")
         if key is None:
-            left.append(LeftAlone(layer.name, layer.kind, "the checkpoint has no tensor of this name"))
+            experts = next((name for name in opened if layer.name.startswith(f"{name}.")), None)
+            if experts is None:
+                left.append(LeftAlone(layer.name, layer.kind, "the checkpoint has no tensor of this name"))
+            else:
+                together[experts] = LeftAlone(experts, "experts", IN_ONE_TENSOR)
             continue
         found = checkpoint.tensors[key].shape
         expected = layer.shape[::-1] if layer.kind == "conv1d" else layer.shape
@@ -68,8 +81,29 @@ def checkpoint_layers(
                 hint="Its config.json belongs to another model.",
             )
         by_tensor[key] = layer
+    left += together.values()
     require_layers(Selection(tuple(by_tensor.values()), tuple(left)))
     return CheckpointLayers(by_tensor, tuple(left))
+
+
+def keys_in_files(model: nn.Module, keys: Iterable[str]) -> Callable[[str], str | None]:
+    """From the name of a model's tensor to its key in files that hold these; None if they do not have it."""
+    renamed = renaming(model)
+    by_name = {renamed(key): key for key in keys}
+    by_name |= {key: key for key in keys}
+    return lambda name: next((by_name[n] for n in name_variants(model, name) if n in by_name), None)
+
+
+def renaming(model: nn.Module) -> Callable[[str], str]:
+    """What transformers calls a tensor of a file in this model: some models were renamed since."""
+    rules = [rule for rule in weight_conversions(model) if not hasattr(rule, "operations")]
+
+    def rename(key: str) -> str:
+        for rule in rules:
+            key, _ = rule.rename_source_key(key)
+        return key
+
+    return rename
 
 
 def name_variants(model: nn.Module, name: str) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from twofour.calibrate.blocks import Block, Weights, run_blocks
+from twofour.calibrate.experts import with_open_experts
 from twofour.calibrate.layerwise import reestimate_norms_, run_layers
 from twofour.calibrate.statistics import Gram
 from twofour.errors import InputError
@@ -20,6 +21,7 @@ from twofour.prune.admm import ADMM
 from twofour.prune.best import Best
 from twofour.prune.hessian import relative_output_error
 from twofour.prune.magnitude import Magnitude
+from twofour.prune.permute_block import Reordered, permute_block_
 from twofour.prune.reconstruct import Reconstruct, Reconstructed, reconstruct_
 from twofour.prune.ria import RIA
 from twofour.prune.sparsegpt import SparseGPT
@@ -72,6 +74,7 @@ def reconstruction_of(method: Method) -> Reconstruct | None:
     return getattr(method, "reconstruct", None)
 
 
+@with_open_experts
 def prune_(
     model: Model,
     method: str | Method | None = None,
@@ -80,6 +83,7 @@ def prune_(
     windows: Tensor | None = None,
     data: Sequence[Any] | None = None,
     on_progress: OnProgress = silent,
+    permute: bool = False,
 ) -> Model:
     """Make every eligible layer 2:4, in place.
 
@@ -87,11 +91,15 @@ def prune_(
     >>> check_pattern(linear.weight).legal
     True
 
+    Experts that are stored as one tensor are pruned one by one, as the `nn.Linear`s that they are in files.
     Methods that look at the inputs of the layers need `windows`, token ids [samples, length] of calibration
     text (`twofour.calibrate.windows.sample_windows`). With windows the default is `best`, which also tunes
     norms and biases; without, it is `magnitude`. Any other module takes `data` instead, examples to call it
     with: its layers are pruned one after another in the order in which they run, and its BatchNorms, if it
     has any, are measured anew at the end.
+
+    With `permute`, for windows only, channels inside each block are reordered first, so that weights that
+    matter share fewer groups of four; the dense block computes the same (`twofour.prune.permute_block`).
 
     All weights are looked at before the first is changed: NaN or infinite ones leave the model as it was.
     """
@@ -101,6 +109,12 @@ def prune_(
     for layer, weight in weights.items():
         require_finite(weight.detach(), layer.name)
 
+    if permute and (data is not None or not chosen.needs_inputs):
+        raise InputError(
+            f"permute reorders the channels of blocks by their inputs, and {chosen.name} "
+            + ("is run layer by layer over data." if data is not None else "does not look at any."),
+            hint="Give windows and another method, or call twofour.prune.permute.permute_ before pruning.",
+        )
     if data is not None:
         _prune_layerwise(model, layers, chosen, data, on_progress)
         return model
@@ -110,8 +124,14 @@ def prune_(
                 f"{chosen.name} looks at the inputs of the layers.",
                 hint="Give windows of tokens of calibration text, or data to call the model with.",
             )
+
+        def change(block: Block) -> None:
+            if permute:
+                reorder_block(block, chosen, getattr(model, "config", None))
+            prune_block(block, chosen)
+
         run_calibrated(
-            *(model, layers, windows, chosen, lambda block: prune_block(block, chosen)),
+            *(model, layers, windows, chosen, change),
             device=next(iter(weights.values())).device,
             on_progress=on_progress,
         )
@@ -162,6 +182,16 @@ def run_calibrated(
         weights=weights,
         on_progress=on_progress,
     )
+
+
+@torch.no_grad()
+def reorder_block(
+    block: Block, method: Method, config: Any, may_change: Callable[[str], bool] = lambda name: True
+) -> Reordered:
+    """Reorder the channels inside a block that is still dense, for what the method will do to it."""
+    # These two leave the weights that they keep as they are; the others repair what was lost with them.
+    saliencies = not isinstance(method, Wanda | RIA)
+    return permute_block_(block, config, saliencies=saliencies, may_change=may_change)
 
 
 @torch.no_grad()
