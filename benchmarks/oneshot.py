@@ -4,13 +4,16 @@ Usage: python benchmarks/oneshot.py MODEL CALIBRATION EVALUATION [options]; --he
 
 The calibration is `--samples` windows of `--seqlen` tokens of CALIBRATION. A .jsonl EVALUATION is scored
 document by document, each with BOS and cut at `--context` tokens; plain text as one stream without BOS, in
-windows of `--context` tokens that do not overlap, `--windows` of them. All in float32. Rows are printed as
-they come, and added to the file `--out` in place of older ones of the same model and method.
+windows of `--context` tokens that do not overlap, `--windows` of them. All in float32, on `--device`.
+MODEL is a directory or a .gguf file. A method with +permute behind it reorders channels before it prunes.
+Rows are printed as they come, and added to the file `--out` in place of older ones of the same model, method
+and device.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import json
 import math
@@ -31,6 +34,12 @@ from twofour.prune import METHODS, Method, options_of, prune_
 from twofour.prune.best import Best
 from twofour.prune.reconstruct import Reconstruct
 from twofour.version import __version__
+
+#: Behind a method's name: channels inside each block are reordered first.
+PERMUTE = "+permute"
+
+#: What the issue of one-shot pruning compares.
+ALL = ("dense", "magnitude", "wanda", "sparsegpt", "admm", "best")
 
 #: Tuned for a given time, whatever the text.
 LONGER = Reconstruct(rate=0.25, epochs=5, rounds=1)
@@ -82,6 +91,14 @@ def perplexity(model: Any, windows: list[list[int]], batch_tokens: int = 2048) -
     return math.exp(loss / count), count
 
 
+def load(path: Path) -> tuple[Callable[[], Any], Any]:
+    """How to get the model in float32, anew for every method that changes it, and its tokenizer."""
+    source, options = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options).eval()
+    return lambda: copy.deepcopy(dense), tokenizer
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -93,13 +110,16 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=None, help="score only the first so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--name", help="what the rows call the model; default: its directory's name")
     parser.add_argument(
         "--methods",
         nargs="+",
-        default=["dense", "admm", "best"],
+        default=list(ALL),
         metavar="METHOD",
-        help="dense, parts, " + ", ".join((*METHODS, *(f"'{part}'" for part in PARTS))),
+        help="dense, parts, "
+        + ", ".join((*METHODS, *(f"'{part}'" for part in PARTS)))
+        + f"; {PERMUTE} may follow one. Default: {' '.join(ALL)}",
     )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -108,16 +128,17 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     makers: dict[str, Callable[[], Method | None]] = {"dense": lambda: None, **METHODS, **PARTS}
     methods = [one for name in given.methods for one in (PARTS if name == "parts" else [name])]
-    if unknown := [name for name in methods if name not in makers]:
+    if unknown := [name for name in methods if name.removesuffix(PERMUTE) not in makers]:
         parser.error(f"unknown: {', '.join(unknown)}")
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
+    fresh_model, tokenizer = load(given.model)
     documents = read_documents(given.calibration)
     calibration = sample_windows(tokenizer, documents, given.samples, given.seqlen, given.seed)
     scored = windows_of(tokenizer, given.evaluation, given.context, given.windows)
     for name in methods:
-        model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
-        method = makers[name]()
+        model = fresh_model().to(given.device)
+        method = makers[name.removesuffix(PERMUTE)]()
+        permute = name.endswith(PERMUTE)
         start, cpu = time.perf_counter(), time.process_time()
         if method is not None:
             prune_(
@@ -125,13 +146,17 @@ def main() -> None:
                 method,
                 windows=calibration if method.needs_inputs else None,
                 on_progress=show,
+                permute=permute,
             )
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         value, count = perplexity(model, scored)
         row = {
             "model": given.name or given.model.resolve().name,
             "method": name,
-            "options": options_of(method) if method is not None else {},
+            "options": (options_of(method) if method is not None else {})
+            | ({"permute": True} if permute else {}),
             "perplexity": round(value, 3),
             "seconds": round(seconds, 1),
             "cpu_seconds": round(cpu, 1),  # of all threads; tells what other load did to the seconds
@@ -139,7 +164,7 @@ def main() -> None:
             "calibration": f"{given.samples}x{given.seqlen} of {given.calibration.name}, seed {given.seed}",
             "evaluation": f"{len(scored)} windows of at most {given.context}, {count} tokens "
             f"of {given.evaluation.name}",
-            "device": "cpu",
+            "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu",
             "twofour": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,

@@ -9,6 +9,7 @@ from twofour.prune.model import (
     prune_,
     prune_block,
     prune_weight,
+    reorder_block,
     run_calibrated,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "prune_",
     "prune_block",
     "prune_weight",
+    "reorder_block",
     "run_calibrated",
 ]

@@ -33,6 +33,14 @@ def find_foldable(
     small images are enough, but they must reach every layer: an expert that no token went to proves nothing.
     """
     wanted = {layer.name for layer in select(model, include, exclude).layers}
+    return find_folds(model, example_inputs, wanted, getattr(model, "config", None))
+
+
+def find_folds(model: nn.Module, example_inputs: Any, wanted: set[str], config: Any) -> list[Fold]:
+    """The folds that hold for the layers of these names, of a model or of one block of it.
+
+    `config` is the model's: it may know the numbers of heads where a block's modules do not.
+    """
     with evaluating(model):
         trace = Trace(model, example_inputs)
         found: list[Fold] = []
@@ -43,7 +51,7 @@ def find_foldable(
         suggestions = []
         for i, event in enumerate(trace.events):
             if event.layer is not None and event.name in wanted and event.name not in covered:
-                folds = [*chains(trace, i, wanted), *by_head(model, trace, i)]
+                folds = [*chains(trace, i, wanted), *by_head(model, config, trace, i)]
                 covered |= {layer.name for fold in folds for layer in fold.consumers} | {event.name}
                 if folds:
                     suggestions.append(folds)

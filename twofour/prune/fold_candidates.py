@@ -100,14 +100,14 @@ def chains(trace: Trace, i: int, wanted: set[str]) -> Iterator[Fold]:
             return
 
 
-def by_head(model: nn.Module, trace: Trace, i: int) -> Iterator[Fold]:
+def by_head(model: nn.Module, config: Any, trace: Trace, i: int) -> Iterator[Fold]:
     """Attention's output layer behind v, which may be a part of a fused weight."""
     reader = trace.events[i]
     assert reader.layer is not None
     size = reader.layer.shape[1]
     if reader.layer.kind == "conv2d" or reader.source in trace.normed(size):
         return  # what reads a norm's output reads the residual stream
-    for heads, shared in _head_counts(model, reader.name):
+    for heads, shared in _head_counts(model, config, reader.name):
         if size % heads or (width := size // heads) % 4 or heads % shared:
             continue
         kept = shared * width
@@ -125,13 +125,12 @@ def by_head(model: nn.Module, trace: Trace, i: int) -> Iterator[Fold]:
                 yield _fold("heads", constraint, [reader], {reader.name}, columns, [(maker, rows[None])])
 
 
-def _head_counts(model: nn.Module, name: str) -> Iterator[tuple[int, int]]:
+def _head_counts(model: nn.Module, config: Any, name: str) -> Iterator[tuple[int, int]]:
     """Numbers of heads and key-value heads that the layer's parent, or the config, speaks of."""
     places: list[Any] = []
     while name:
         name = name.rpartition(".")[0]
         places.append(model.get_submodule(name))
-    config: Any = getattr(model, "config", None)
     places.append(config.get_text_config() if hasattr(config, "get_text_config") else config)
     seen = set()
     for place in places:

@@ -46,14 +46,18 @@ class Site:
     dim: int
     channels: Tensor
 
-    def permute(self, permutation: Tensor) -> None:
-        tensor = getattr(self.module, self.tensor)
-        index = torch.arange(tensor.shape[self.dim])
+    def places(self, permutation: Tensor) -> Tensor:
+        """Along `dim`, which old place each new one is taken from."""
+        index = torch.arange(getattr(self.module, self.tensor).shape[self.dim])
         for copy in self.channels:
             index[copy] = copy[permutation]
+        return index
+
+    def permute(self, permutation: Tensor) -> None:
+        tensor = getattr(self.module, self.tensor)
         # Into the same memory: what is tied stays tied, and what is on a GPU stays there.
         with torch.no_grad():
-            tensor.copy_(tensor.index_select(self.dim, index.to(tensor.device)))
+            tensor.copy_(tensor.index_select(self.dim, self.places(permutation).to(tensor.device)))
 
 
 @dataclass(frozen=True, eq=False)

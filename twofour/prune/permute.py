@@ -16,7 +16,7 @@ seed gives the same permutation on a slow machine.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,7 +29,7 @@ from twofour.pattern import keep_best
 from twofour.prune.find_folds import find_foldable
 from twofour.prune.folds import Constraint, Fold, Kind, apply
 from twofour.prune.hessian import damped_cholesky
-from twofour.prune.trace import outputs_differ, run
+from twofour.prune.trace import outputs_differ, relative_change, run
 from twofour.select import Layer
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "find_foldable",
     "kept_share",
     "permute_",
+    "reorder_",
     "saliency_norms",
     "search_permutation",
 ]
@@ -101,15 +102,15 @@ def kept_share(scores_by_consumer: Sequence[Tensor], order: Tensor | None = None
     return kept / total if total > 0 else 1.0
 
 
-def saliency_norms(inputs: Gram, damping: float = 0.01) -> Tensor:
+def saliency_norms(inputs: Gram, damping: float = 0.01, layer: str | None = None) -> Tensor:
     """Per channel 1/√[H⁻¹]_jj, for `permute_` instead of norms: what a weight costs if all others repair it.
 
     |w| times this, squared, is the saliency of optimal brain surgery: the score to go by if the method to
     come updates the weights it keeps (sparsegpt, admm), as the norm is for one that does not (wanda).
     """
     dead = inputs.mean.diagonal() <= 0
-    inverse = torch.cholesky_inverse(damped_cholesky(inputs.mean.double(), damping, None)[0])
-    return inverse.diagonal().rsqrt().masked_fill(dead, 0.0).float()
+    inverse = torch.cholesky_inverse(damped_cholesky(inputs.mean, damping, layer)[0])
+    return inverse.diagonal().rsqrt().masked_fill(dead, 0.0)
 
 
 def _sample(scores_by_consumer: Sequence[Tensor]) -> Tensor:
@@ -208,15 +209,31 @@ def permute_(
     channel by channel, are in the old order afterwards: measure again. Returned is a note for each fold:
     which layers, and what share of the squared scores 2:4 kept before and keeps now.
     """
-    before = run(model, example_inputs)
+    norms = statistics or {}
     folds = [f for f in find_foldable(model, example_inputs, include, exclude) if f.kind in kinds]
+    return [note for *_, note in reorder_(model, example_inputs, folds, norms.get, seed=seed, rounds=rounds)]
+
+
+def reorder_(
+    model: nn.Module,
+    example_inputs: Any,
+    folds: Sequence[Fold],
+    norms_of: Callable[[str], Tensor | None],
+    *,
+    seed: int = 0,
+    rounds: int = ROUNDS,
+) -> list[tuple[Fold, Tensor, dict[str, Any]]]:
+    """Search an order for each fold of a model, or of a block of it, and put it in: the orders, with notes.
+
+    `norms_of` are a consumer's channels as for `permute_`. What the model gives for the inputs is compared
+    at the end, and if it moved by more than rounding all is put back.
+    """
+    before = run(model, example_inputs)
     notes: list[dict[str, Any]] = []
     done: list[tuple[Fold, Tensor]] = []
     for fold in folds:
         scores = [
-            _scores(
-                layer, fold, model.get_parameter(f"{layer.name}.weight"), (statistics or {}).get(layer.name)
-            )
+            _scores(layer, fold, model.get_parameter(f"{layer.name}.weight"), norms_of(layer.name))
             for layer in fold.consumers
         ]
         order = search_permutation(scores, fold.constraint, rounds=rounds, seed=seed)
@@ -232,14 +249,19 @@ def permute_(
                 "kept": kept_share(scores, order),
             }
         )
-    if outputs_differ(before, run(model, example_inputs)):
+    after = run(model, example_inputs)
+    if outputs_differ(before, after):
         for fold, order in reversed(done):
             apply(fold, order.argsort())
         raise TwoFourError(
             "permuting the channels changed the model's outputs; it was put back as it was.",
             hint="Prune it without permutation, and please report this.",
         )
-    return notes
+    change = max(map(relative_change, before, after), default=0.0)
+    return [
+        (fold, order, note | {"output_change": change})
+        for (fold, order), note in zip(done, notes, strict=True)
+    ]
 
 
 def _scores(layer: Layer, fold: Fold, weight: Tensor, norms: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twofour.calibrate.blocks import Call
 from twofour.calibrate.examples import call, evaluating
 from twofour.select import Layer, as_layer
 
@@ -106,20 +107,30 @@ def _watch(
 
 @torch.no_grad()
 def run(model: nn.Module, example_inputs: Any) -> list[Tensor]:
-    """The tensors that the model gives for these inputs; what it caches (keys, values) is not among them."""
+    """The tensors that the model gives for these inputs; what it caches (keys, values) is not among them.
+
+    The inputs are an example as `call` takes it or, for a block of a model, what that block is called with.
+    """
     with evaluating(model):
-        out = call(model, example_inputs)
+        if isinstance(example_inputs, Call):
+            out: Any = example_inputs.through(model, next(model.parameters()).device)
+        else:
+            out = call(model, example_inputs)
     return [tensor.clone() for tensor in _tensors(out)]
 
 
 def outputs_differ(before: Sequence[Tensor], after: Sequence[Tensor], times: float = 1) -> bool:
     """Whether one of the outputs moved by more than rounding (`times` as much) explains."""
-    for old, new in zip(before, after, strict=True):
-        tolerance = times * TOLERANCE[old.dtype]
-        distance = torch.linalg.vector_norm(old.double() - new.double())
-        if not bool(distance <= tolerance * torch.linalg.vector_norm(old.double())):  # NaN differs as well
-            return True
-    return False
+    return any(
+        not relative_change(old, new) <= times * TOLERANCE[old.dtype]  # NaN differs as well
+        for old, new in zip(before, after, strict=True)
+    )
+
+
+def relative_change(old: Tensor, new: Tensor) -> float:
+    """‖new - old‖ / ‖old‖; of an output of zeros, 0 if it still is and infinity if not."""
+    distance, size = (float(torch.linalg.vector_norm(x.double())) for x in (new.double() - old, old))
+    return distance / size if size else (0.0 if distance == 0 else torch.inf)
 
 
 def _tensors(out: Any) -> Iterator[Tensor]:
