@@ -12,6 +12,7 @@ from twofour.advise.gpus import find_gpu
 from twofour.advise.layers import read_network
 from twofour.advise.model import shipped
 from twofour.advise.schemes import DENSE, SPARSE
+from twofour.advise.sensitivity import measure
 from twofour.advise.steps import Workload, step_time
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
@@ -165,6 +166,19 @@ def test_most_speed_within_a_loss(sure):
     assert found.perplexity <= factor
     assert 1 < found.speed < all_of_it.speed
     assert plan(dense, Budget("ppl", factor), calibration, "magnitude", work=Work("H200")) == found
+
+
+def test_a_layer_that_seems_to_help_costs_nothing_but_pays_for_no_other(sure, calibration):
+    """Of a model that is sure and wrong, pruning takes some of the sureness, and the loss falls."""
+    dense, _ = sure
+    layers = measure(dense, calibration, "magnitude").sensitivity.layers
+    assert (
+        min(layer.loss_increase for layer in layers.values())
+        < 0
+        < sum(layer.divergence for layer in layers.values())
+    )
+    found = plan(dense, Budget("speed", 1.05), calibration, "magnitude", work=Work("H200"))
+    assert found.sensitivity == {name: max(0.0, layer.loss_increase) for name, layer in layers.items()}
 
 
 def test_a_loss_that_no_layer_keeps_within(sure):

@@ -31,7 +31,10 @@ def test_the_document_is_what_the_report_reads(twofour, dense, text, tmp_path):
     ran = twofour("sensitivity", dense, "--calib", text, *SHORT, "--exclude", "*.0.*", "--json")
     assert ran.status == 0, ran.err
     assert len(ran.json["layers"]) == 7
-    assert all(layer["loss_increase"] >= 0 for layer in ran.json["layers"].values())
+    for layer in ran.json["layers"].values():
+        assert layer["divergence"] > 0
+        assert layer["loss_increase"] == layer["first_order"] + layer["divergence"]
+    assert 0 <= ran.json["first_order_kept"] <= 1
     assert ran.json["method"] == "sparsegpt"
     (tmp_path / "sensitivity.json").write_text(ran.out)
     document = read_document(tmp_path / "sensitivity.json")

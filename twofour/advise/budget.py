@@ -28,7 +28,7 @@ from twofour.advise.advice import machine_and_times
 from twofour.advise.layers import FUSED_NAMES, read_network
 from twofour.advise.products import product_time
 from twofour.advise.schemes import DENSE, SPARSE, Scheme
-from twofour.advise.sensitivity import Measured
+from twofour.advise.sensitivity import Measured, measure
 from twofour.advise.steps import Step, Workload, step_time
 from twofour.errors import InputError
 from twofour.io.prune_calibrated import CalibrationOptions
@@ -287,8 +287,9 @@ def plan(
             f"the budget {budget} cannot be met.",
             hint="twofour advise shows where the time goes.",
         )
-    measured = Measured(model, calibration, method, include, exclude, on_progress=on_progress)
-    losses = {name: layer.loss_increase for name, layer in measured.sensitivity.layers.items()}
+    measured = measure(model, calibration, method, include, exclude, on_progress=on_progress)
+    # A layer that seems to lower the loss costs nothing, but pays for no other: together they would not.
+    losses = {name: max(0.0, layer.loss_increase) for name, layer in measured.sensitivity.layers.items()}
     return choose(budget, times, measured, losses, work)
 
 

@@ -65,17 +65,20 @@ def command(
         return
     ranked = sorted(found.layers.items(), key=lambda item: -item[1].loss_increase)
     total = sum(layer.loss_increase for layer in found.layers.values())
+    first = sum(layer.first_order for layer in found.layers.values())
+    rises = sum(max(0.0, layer.loss_increase) for layer in found.layers.values())
     rows = [
         (
             name,
             f"{layer.loss_increase:.4f}",
             f"± {layer.standard_error:.4f}",
-            f"{layer.loss_increase / total:.1%}" if total else "–",
+            f"{layer.first_order:+.4f}",
+            f"{max(0.0, layer.loss_increase) / rises:.1%}" if rises else "–",
             "–" if layer.output_error is None else f"{layer.output_error:.3f}",
         )
         for name, layer in ranked[:SHOWN]
     ]
-    columns = ("layer", "loss added, nats a token", "", "share", "output error")
+    columns = ("layer", "loss added, nats a token", "", "of first order", "share", "output error")
     table(f"{model}, each layer alone by {found.method}; dense {found.dense_loss:.4f}", columns, rows)
     if len(ranked) > SHOWN:
         say(f"The {SHOWN} most sensitive of {len(ranked)} layers; --json has all.")
@@ -83,5 +86,10 @@ def command(
         f"All together {total:.3f} nats if losses added up; usually it is more. Estimated on {found.scored} "
         f"windows of {found.seqlen} tokens in {found.seconds:.0f} s."
     )
+    if first:
+        say(
+            f"Of that {first:+.3f} are of first order: they belong to this text "
+            "and would differ on another. --calib self leaves them out."
+        )
     if unseen := [name for name, layer in found.layers.items() if layer.tokens == 0]:
         say(f"No token reached {len(unseen)} layers, such as {unseen[0]}: nothing is known of their loss.")

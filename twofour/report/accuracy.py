@@ -181,7 +181,8 @@ def _by_layer(
     names = list(dict.fromkeys(name for found in by_model.values() for name in found))
     labels = short_labels([alike(name) for name in names])
     lines = _lines(by_model, order)
-    high = max(value for found in by_model.values() for value in found.values())
+    every = [value for found in by_model.values() for value in found.values()]
+    low, high = min(0.0, *every), max(every)  # a layer's loss may fall
     by_kind: dict[str, list[str]] = {}
     for name in names:
         if first_number(name) is not None:
@@ -202,7 +203,7 @@ def _by_layer(
                 labels[pattern],
                 f"{meaning}, {count(len(own), 'layer')}: {spread(values, 'values')}.",
                 Axis("block", tight=True),
-                Axis("share" if "lost" in meaning or "‖" in meaning else "nats", high=high),
+                Axis("share" if "lost" in meaning or "‖" in meaning else "nats", low=low, high=high),
                 series,
                 height=180,
             )
