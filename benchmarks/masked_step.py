@@ -1,12 +1,20 @@
 """What holding masks costs: a training step of a 2:4 model with `hold_masks` against the same step without.
 
-Usage: python benchmarks/masked_step.py [--device cpu|cuda] [--tokens 512 2048 8192]; --help has the rest.
+Usage: python benchmarks/masked_step.py [--layers 4] [--width 2048] [--batch 16] [--scheme int4] [--out FILE]
 
-A stack of MLP blocks, fused AdamW, forward + backward + step. Dense and masked steps alternate in one
-process, so that whatever else the machine does hits both; the cost is the median of the ratios of neighbours.
-How far that can be trusted is seen from a second dense model, whose cost should be 0. What the masks alone
-take is measured as well: masking all gradients and all weights once, as a share of the dense step. On a CPU
-with one thread the clock is that of the processor time, which does not count what others had of the core.
+A Llama with random weights takes the steps of `twofour recover`: forward in bfloat16 (on a CPU in float32),
+the loss in chunks, backward, clipping, fused AdamW on float32 weights.
+
+    dense     none of ours: 2:4 weights at the start, and what becomes of them
+    masked    masks held through gradients and optimizer
+    distill   masked, with the predictions of a teacher of the same shape
+    teacher   the forward of that teacher alone
+    rounded   masked, with rounding to --scheme in the loop; only where one is given
+
+All take turns in one process, so that whatever else the machine does hits all, and a ratio is the median of
+the ratios within each round. How far it can be trusted is seen from `again`, a second dense step of each
+round, whose ratio should be 1. What should hold: masked at most 1.03 of dense, distill at most dense and the
+teacher together. The document is printed as the last line.
 """
 
 from __future__ import annotations
@@ -18,120 +26,180 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import twofour
-from twofour.recover.mask_tensor import zero_pruned_
+from twofour.quantize.schemes import SCHEMES
+from twofour.recover.losses import next_tokens, recovery_loss
+from twofour.recover.rounded import RoundedLayers
+
+MOST_MASKED, MOST_DISTILL = 1.03, 1.0
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+class Student:
+    """A model with its optimizer, and a step of it."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+    def __init__(self, model: LlamaForCausalLM, run: Any, masked: bool) -> None:
+        self.model, self.run = model, run
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
+        self.masks = twofour.hold_masks(model).attach(self.optimizer) if masked else None
+
+    def step(self, tokens: Tensor, teacher: Any = None) -> None:
+        beliefs = None if teacher is None else predictions(teacher, tokens)
+        with autocast(tokens.device):
+            logits = self.run(input_ids=tokens, use_cache=False).logits
+        recovery_loss(
+            logits, next_tokens(tokens), beliefs, task=1.0 if teacher is None else 0.1, kl=1.0
+        ).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    clock = time.perf_counter
-    if device == "cpu" and torch.get_num_threads() == 1:
-        clock = time.process_time
-    if device == "cuda":
+@torch.no_grad()
+def predictions(teacher: Any, tokens: Tensor) -> Tensor:
+    with autocast(tokens.device):
+        logits: Tensor = teacher(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def make(arguments: argparse.Namespace, device: torch.device) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=arguments.width,
+        intermediate_size=arguments.inner,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.width // arguments.head,
+        num_key_value_heads=max(1, arguments.width // arguments.head // 4),
+        vocab_size=arguments.vocabulary,
+        max_position_embeddings=arguments.seqlen,
+        tie_word_embeddings=True,
+    )
+    with device:
+        return twofour.prune_(LlamaForCausalLM(config))
+
+
+def milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
         torch.cuda.synchronize()
-    start = clock()
+    start = time.perf_counter()
     work()
-    if device == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize()
-    return clock() - start
+    return 1e3 * (time.perf_counter() - start)
+
+
+def measure(
+    work: dict[str, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Times of each, taking turns: forwards and backwards, so that none always follows the same one."""
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for number in range(-2, rounds):
+        for name in list(work)[:: 1 if number % 2 else -1]:
+            taken = milliseconds(work[name], device)
+            if number >= 0:  # the first two warm up
+                times[name].append(taken)
+    return times
+
+
+def ratio(times: dict[str, list[float]], name: str, to: tuple[str, ...] = ("dense",)) -> float:
+    rounds = zip(times[name], *(times[other] for other in to), strict=True)
+    return round(statistics.median(mine / sum(others) for mine, *others in rounds), 4)
+
+
+def row_of(mode: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    def run(model: nn.Module) -> Any:
+        return torch.compile(model) if mode == "compiled" else model
+
+    models = {name: make(arguments, device) for name in ("dense", "masked", "teacher")}
+    dense, masked = (Student(models[n].train(), run(models[n]), n == "masked") for n in ("dense", "masked"))
+    teacher = run(models["teacher"].eval().to(torch.bfloat16 if device.type == "cuda" else torch.float32))
+    tokens = torch.randint(0, arguments.vocabulary, (arguments.batch, arguments.seqlen), device=device)
+    work: dict[str, Callable[[], object]] = {
+        "dense": lambda: dense.step(tokens),
+        "masked": lambda: masked.step(tokens),
+        "teacher": lambda: predictions(teacher, tokens),
+        "distill": lambda: masked.step(tokens, teacher),
+        "again": lambda: dense.step(tokens),
+    }
+    times = measure(work, arguments.rounds, device)
+    ratios = {
+        "masked": ratio(times, "masked"),
+        "distill_to_dense_and_teacher": ratio(times, "distill", ("dense", "teacher")),
+        "again": ratio(times, "again"),
+    }
+    if arguments.scheme:
+        assert masked.masks is not None
+        rounded = RoundedLayers(masked.model, masked.masks.layers, SCHEMES[arguments.scheme])
+
+        def rounded_step() -> None:
+            masked.step(tokens)
+            rounded.refresh()
+
+        more = measure({"dense": work["dense"], "rounded": rounded_step}, arguments.rounds, device)
+        times["rounded"], ratios["rounded"] = more["rounded"], ratio(more, "rounded")
+    return {
+        "mode": mode,
+        "ms": {name: round(statistics.median(found), 3) for name, found in times.items()},
+        "least_ms": {name: round(min(found), 3) for name, found in times.items()},
+        "ratios": ratios,
+        "holds": ratios["masked"] <= MOST_MASKED and ratios["distill_to_dense_and_teacher"] <= MOST_DISTILL,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--inner", type=int, default=None, help="of the MLP; default: 3.5 × width")
+    parser.add_argument("--head", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seqlen", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+    parser.add_argument("--scheme", choices=list(SCHEMES))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="a file for the document too")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    device, dtype = arguments.device, getattr(torch, arguments.dtype)
-
-    def make(held: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block(arguments.width) for _ in range(arguments.layers)))
-        model = twofour.prune_(model).to(device, dtype)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        if held:
-            twofour.hold_masks(model).attach(optimizer)
-        return model, optimizer
-
-    pairs = {"dense": make(False), "again": make(False), "masked": make(True)}
-    held = pairs["masked"][0]
-    masked = [module for module in held.modules() if isinstance(module, nn.Linear)]
-
-    def masks_alone() -> None:
-        for module in masked:
-            zero_pruned_(module.weight, module.weight_mask)
-        for module in masked:
-            zero_pruned_(module.weight.grad, module.weight_mask)
-
+    arguments.inner = arguments.inner or 7 * arguments.width // 2
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # as recover does
+    begin = time.perf_counter()
     rows = []
-    for tokens in arguments.tokens:
-        x = torch.randn(tokens, arguments.width, device=device, dtype=dtype)
-
-        def step(which: str, x: torch.Tensor = x) -> None:
-            model, optimizer = pairs[which]
-            optimizer.zero_grad()
-            (model(x) - x).square().mean().backward()
-            optimizer.step()
-
-        times: dict[str, list[float]] = {which: [] for which in (*pairs, "masks")}
-        for round_ in range(-2, arguments.rounds):
-            order = list(pairs)[:: 1 if round_ % 2 else -1]
-            taken = {which: seconds(lambda which=which: step(which), device) for which in order}
-            taken["masks"] = seconds(masks_alone, device)
-            if round_ >= 0:  # the first two warm up
-                for which, value in taken.items():
-                    times[which].append(value)
-        best = {which: min(values) for which, values in times.items()}
-
-        def cost(which: str, times: dict[str, list[float]] = times) -> float:
-            ratios = [mine / dense for mine, dense in zip(times[which], times["dense"], strict=True)]
-            return round(100 * (statistics.median(ratios) - 1), 2)
-
-        row = {
-            "tokens": tokens,
-            "dense_ms": round(best["dense"] * 1e3, 3),
-            "masked_ms": round(best["masked"] * 1e3, 3),
-            "masks_ms": round(best["masks"] * 1e3, 3),
-            "cost_percent": cost("masked"),
-            "control_percent": cost("again"),
-            "masks_alone_percent": round(100 * best["masks"] / best["dense"], 2),
-        }
-        rows.append(row)
+    for mode in arguments.modes:
+        rows.append(row_of(mode, arguments, device))
+        ms, ratios = rows[-1]["ms"], rows[-1]["ratios"]
         print(
-            f"{tokens:6} tokens: dense {row['dense_ms']:9.2f} ms, masked {row['masked_ms']:9.2f} ms "
-            f"({row['cost_percent']:+.2f} %, control {row['control_percent']:+.2f} %), "
-            f"masks alone {row['masks_ms']:.2f} ms ({row['masks_alone_percent']:.2f} %)"
+            f"{mode:8}  "
+            + ", ".join(f"{name} {value:.2f} ms" for name, value in ms.items())
+            + f"; masked {ratios['masked']:.3f} of dense (again: {ratios['again']:.3f}), distill "
+            f"{ratios['distill_to_dense_and_teacher']:.3f} of dense and teacher"
+            + (f", rounded {ratios['rounded']:.3f} of dense" if "rounded" in ratios else "")
         )
     about = {
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
-        "dtype": arguments.dtype,
-        "width": arguments.width,
-        "layers": arguments.layers,
-        "parameters": sum(p.numel() for p in held.parameters()),
+        "tokens": arguments.batch * arguments.seqlen,
+        **{k: v for k, v in vars(arguments).items() if k not in ("out", "device", "modes")},
+        "seconds": round(time.perf_counter() - begin, 1),
     }
-    print(json.dumps({**about, "rows": rows}))
+    document = json.dumps({"what": "masked_step", **about, "rows": rows})
+    if arguments.out:
+        arguments.out.write_text(document + "\n")
+    print(document)
 
 
 if __name__ == "__main__":

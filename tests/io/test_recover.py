@@ -78,6 +78,44 @@ def test_every_recipe_gives_a_sound_checkpoint(twofour, dense, pruned, text, tmp
     assert twofour("check", tmp_path / "packed").status == 0
 
 
+@pytest.mark.parametrize(("scheme", "dtype"), [("int4", torch.bfloat16), ("int8", torch.float16)], ids=str)
+def test_what_was_trained_for_a_scheme_is_what_quantize_makes_of_it(
+    twofour, dense, text, tmp_path, scheme, dtype
+):
+    """Codes and scales of the files are those that the training had, of masters it never wrote."""
+    from transformers import AutoModelForCausalLM
+
+    from twofour.quantize import scheme_named
+    from twofour.recover.rounded import RoundedLayers
+    from twofour.select import select
+
+    stored = {name: tensor.to(dtype) for name, tensor in tensors(dense).items()}
+    save_file(stored, dense / "model.safetensors", metadata={"format": "pt"})
+    prune_checkpoint(dense, tmp_path / "pruned")
+    group = ["--group", 32] if scheme == "int4" else []
+    arguments = ["--data", text, "--teacher", dense, "--scheme", scheme, *group, *flags()]
+    ran = twofour("recover", tmp_path / "pruned", tmp_path / "out", *arguments)
+    assert ran.status == 0, ran.err
+    assert f"rounded to {scheme}" in ran.out
+    assert f"quantize {tmp_path}/out" in "".join(ran.out.split("\n"))
+    assert check(tmp_path / "out").ok
+    assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {dtype}
+    way = ["--scheme", scheme, *group, "--rounding", "nearest"]
+    ran = twofour("quantize", tmp_path / "out", tmp_path / "quantized", *way)
+    assert ran.status == 0, ran.err
+    assert check(tmp_path / "quantized").ok
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    layers = select(trained).layers
+    RoundedLayers(trained, layers, scheme_named(scheme, 32 if scheme == "int4" else None))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", dtype=torch.float32)
+    for layer in layers:
+        ours = trained.get_submodule(layer.name).derived_weight()
+        assert torch.equal(loaded.get_submodule(layer.name).unpacked(), ours), layer.name
+    tokens = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, trained(tokens).logits, rtol=1e-3, atol=1e-4)
+
+
 def test_for_people(twofour, dense, pruned, text, tmp_path):
     ran = twofour("recover", pruned, tmp_path / "out", "--data", text, "--teacher", dense, *flags())
     assert ran.status == 0, ran.err
@@ -134,10 +172,12 @@ def gpt2(directory, dense):
     return directory / "gpt2", directory / "gpt2-24"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_resumed_run_gives_the_same_bits(dense, text, tmp_path, recipe):
+@pytest.mark.parametrize(
+    ("recipe", "scheme"), [*((recipe, None) for recipe in RECIPES), ("distill", "int8"), ("adaptive", "int4")]
+)
+def test_a_resumed_run_gives_the_same_bits(dense, text, tmp_path, recipe, scheme):
     teacher, source = gpt2(tmp_path, dense)
-    options = Recover(**SHORT, recipe=recipe, patience=50)
+    options = Recover(**SHORT, recipe=recipe, patience=50, scheme=scheme)
     recover_checkpoint(source, tmp_path / "whole", [text], teacher, options)
     for stop in (1, 6, 9):  # before the first state; before and after adaptive's masks freeze
 

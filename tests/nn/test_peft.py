@@ -56,10 +56,26 @@ def test_output_and_gradients_are_those_of_the_formula():
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("memory", ["small", "fast"])
-def test_a_packed_language_model_is_trained_saved_and_loaded(packed, tmp_path, memory):
+@pytest.fixture
+def checkpoint(request, packed, pruned, tmp_path):
+    """A packed checkpoint of 16 bits or of a scheme."""
+    if request.param is None:
+        return packed
+    from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
+
+    quantize_checkpoint(pruned, tmp_path / request.param, QuantizeOptions(request.param))
+    return tmp_path / request.param
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "memory"),
+    [(None, "small"), (None, "fast"), ("int4", "small"), ("int4", "fast"), ("int8", "auto"), ("fp8", "auto")],
+    indirect=["checkpoint"],
+)
+def test_a_packed_language_model_is_trained_saved_and_loaded(checkpoint, tmp_path, memory):
     from twofour.nn.convert import set_memory
 
+    packed = checkpoint
     base = set_memory(AutoModelForCausalLM.from_pretrained(packed), memory)
     before = {name: p.clone() for name, p in base.named_parameters()}
     model = peft.get_peft_model(base, config())
@@ -74,6 +90,8 @@ def test_a_packed_language_model_is_trained_saved_and_loaded(packed, tmp_path, m
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
+    with pytest.raises(TwoFourError, match=r"q_proj: .*would not be 2:4"):
+        model.merge_and_unload()
     for name, value in before.items():
         inner, _, own = name.rpartition(".")
         inner = f"{inner}.base_layer" if inner.rpartition(".")[2] in TARGETS else inner
@@ -93,6 +111,36 @@ def test_a_packed_language_model_is_trained_saved_and_loaded(packed, tmp_path, m
         torch.testing.assert_close(without, plain)
         assert not torch.allclose(without, logits, atol=1e-2)
         torch.testing.assert_close(again.unload()(TOKENS).logits, plain)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4", "int8-weight"])
+def test_gradients_through_quantized_layers_are_those_of_the_dequantized_weight(scheme):
+    """Of the layer itself, and of what comes before it; tokens count as what they were rounded to."""
+    from twofour.io.quantize import quantize_
+    from twofour.nn.quantized import QuantizedLinear
+    from twofour.quantize.activations import as_rounded
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+    model = peft.get_peft_model(
+        quantize_(package.prune_(model), scheme), config(target_modules=["0", "1"], lora_dropout=0.0)
+    )
+    make_adapters_count(model)
+    layers = [model.base_model.model[i] for i in (0, 1)]
+    assert all(isinstance(layer.base_layer, QuantizedLinear) for layer in layers)
+    adapters = [(layer.lora_A["default"].weight, layer.lora_B["default"].weight) for layer in layers]
+    trained = [parameter for pair in adapters for parameter in pair]
+    x = torch.randn(5, 32)
+    got = torch.autograd.grad(model(x).square().sum(), trained)
+    h = x
+    for layer, (a, b) in zip(layers, adapters, strict=True):
+        base = layer.base_layer
+        tokens = h + (as_rounded(h, base.scheme) - h).detach()  # straight through
+        h = tokens @ base.unpacked().t() + base.bias + 2.0 * (h @ a.t()) @ b.t()
+    # A token near the middle of two codes may go either way.
+    pairs = [(model(x), h), *zip(got, torch.autograd.grad(h.square().sum(), trained), strict=True)]
+    for ours, theirs in pairs:
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()
 
 
 def test_transformers_own_way_to_add_an_adapter(packed):

@@ -415,7 +415,7 @@ def fsdp2(rank):
     single = small_model()
     masks = adaptive(single)
     fully_shard(single[0], mesh=init_device_mesh("cpu", (WORLD,)))
-    with pytest.raises(InputError, match=r"^0: .*FSDPAdaptiveLinear.*blocks"):
+    with pytest.raises(InputError, match=r"^0: .*FSDPDerivedLinear.*blocks"):
         masks.regularize_(0.1)
 
 

@@ -70,6 +70,16 @@ def command(
     until: Annotated[float, typer.Option(help="adaptive: share of the steps with moving masks.")] = 0.5,
     rank: Annotated[int, typer.Option(help="lora: rank of the adapters.")] = 32,
     alpha: Annotated[float, typer.Option(help="lora: their scale is alpha / rank.")] = 32.0,
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help="Train as quantize will round: int8, fp8, int4, int8-weight or fp8-weight.",
+            show_default=False,
+        ),
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option(help="int4: columns that share a scale, 128, 64 or 32.", show_default=False)
+    ] = None,
     fsdp: Annotated[bool, typer.Option("--fsdp", help="With torchrun: each process keeps a part.")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile both models.")] = False,
     seed: Annotated[int, typer.Option(help="Order of the windows, and what the teacher writes.")] = 0,
@@ -109,6 +119,8 @@ def command(
         until=until,
         rank=rank,
         alpha=alpha,
+        scheme=scheme,
+        group=group,
     )
     quiet_libraries()
     with parallel.group_of_torchrun(), progress("recovering") as on_progress:
@@ -133,7 +145,8 @@ def command(
         f"Recovered by {step['options']['recipe']} over {step['tokens']:,} tokens "
         f"in {step['seconds']:.0f} s: {out}"
     )
-    say(f"Held-out perplexity: {told['before']:.2f} before, [bold]{told['after']:.2f}[/] after.")
+    rounded = f", rounded to {scheme}" if scheme else ""
+    say(f"Held-out perplexity{rounded}: {told['before']:.2f} before, [bold]{told['after']:.2f}[/] after.")
     if not told["after"] < told["before"]:
         say("Training did not help: try a smaller --lr, more --tokens or other text.")
     if step["stopped"]:
@@ -145,4 +158,9 @@ def command(
             f"Not trained, for they cannot be written back: {len(step['frozen'])} parameters, "
             f"such as {step['frozen'][0]}."
         )
-    say(f"Next: [bold]twofour pack {out} {out}-packed[/]")
+    if scheme:
+        groups = f" --group {group}" if group else ""
+        way = f"--scheme {scheme}{groups} --rounding nearest"
+        say(f"Next, for these very codes: [bold]twofour quantize {out} {out}-{scheme} {way}[/]")
+    else:
+        say(f"Next: [bold]twofour pack {out} {out}-packed[/]")

@@ -147,6 +147,7 @@ def _trained(
             *(model, windows, held_out, dense, settings, store),
             include=layers,
             frozen=frozen,
+            stored={name: checkpoint_dtype(checkpoint, found[0]) for name, found in keys.items()},
             resume=resume,
             on_progress=on_progress,
         )

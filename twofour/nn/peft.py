@@ -8,6 +8,10 @@ PEFT knows layer types by a list. It has a place for others, `LoraConfig._regist
 each config object has to be told, also those that PEFT reads from a file by itself. So we tell every config
 as it is made; importing this module does that, and `import twofour` sees to it (see _import_hook.py).
 
+The packed weight may be one of 8 or 4 bits (a `QuantizedLinear` is a `SparseLinear`): the adapter then stays
+in the layer's own dtype, sees its input as it was before it was rounded, and gradients pass the rounding
+straight through.
+
 Such an adapter can be trained, saved, loaded, switched and unloaded, but not merged: it is a dense matrix,
 and the sum with a 2:4 weight would not be 2:4. `twofour.recover.lora` has adapters that can be merged.
 """

@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from twofour.errors import InputError, TwoFourError
+from twofour.recover.derived import Derived, derive, derived_class, largest_two, plain_again
 from twofour.recover.mask_tensor import (
     is_sharded,
     shard_like,
@@ -128,75 +127,6 @@ class AdaptiveMasks:
         return f"AdaptiveMasks({len(self._moving)} layers, decay={self._decay}, until={self._until})"
 
 
-def largest_two(layer: Layer, weight: Tensor) -> Tensor:
-    """True for the two largest of every four, equal ones from the left, in the layout of the weight.
-
-    `pattern.keep_best` by magnitude, which looks for NaN first: that would wait for the GPU in every step
-    and break a compiled graph. Here six comparisons, and who wins two of its three is kept.
-    """
-    matrix = layer.to_matrix(weight.detach().abs())
-    columns = matrix.shape[-1]
-    # -1 is less than any magnitude, so what fills up the last group is never kept before a weight.
-    a, b, c, d = F.pad(matrix, (0, -columns % 4), value=-1.0).unflatten(-1, (-1, 4)).unbind(-1)
-    ab, ac, ad, bc, bd, cd = a >= b, a >= c, a >= d, b >= c, b >= d, c >= d
-    kept = (_two_of(ab, ac, ad), _two_of(~ab, bc, bd), _two_of(~ac, ~bc, cd), _two_of(~ad, ~bd, ~cd))
-    return layer.from_matrix(torch.stack(kept, dim=-1).flatten(-2)[..., :columns])
-
-
-def _two_of(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    return (x & y) | (z & (x | y))
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The weight as far as its mask keeps it; its gradient as if there were no mask."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, mask: Tensor) -> Tensor:
-        return torch.where(mask, weight, 0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class Adaptive(nn.Module):
-    """What a layer with a moving mask has more than others; always mixed into one that multiplies."""
-
-    adaptive_layer: Layer
-
-    def masked_weight(self) -> Tensor:
-        weight = self._parameters["weight"]
-        assert weight is not None
-        return _StraightThrough.apply(weight, largest_two(self.adaptive_layer, weight))
-
-
-class AdaptiveLinear(Adaptive, nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.masked_weight(), self.bias)
-
-
-class AdaptiveConv2d(Adaptive, nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.masked_weight(), self.bias)
-
-
-def _conv1d_forward(self: Any, x: Tensor) -> Tensor:
-    flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.masked_weight())
-    return flat.view(*x.shape[:-1], self.nf)
-
-
-@cache
-def _adaptive_class(base: Any) -> Any:
-    if base is nn.Linear:
-        return AdaptiveLinear
-    if base is nn.Conv2d:
-        return AdaptiveConv2d
-    # transformers' Conv1D, without importing transformers here.
-    return type(
-        f"Adaptive{base.__name__}", (Adaptive, base), {"__module__": __name__, "forward": _conv1d_forward}
-    )
-
-
 class _Moving:
     """One layer whose mask moves. The module changes its class, and keeps its parameters and their names."""
 
@@ -217,13 +147,13 @@ class _Moving:
         return sharded_part(largest_two(part_layer, part).view(torch.uint8), self.weight)
 
     def start(self) -> None:
-        self.module.adaptive_layer = self.layer
-        self.module.__class__ = _adaptive_class(self.plain)
+        derive(self.module, self.layer)
+        self.module.mask_moves = True
 
     def stop(self) -> None:
         zero_pruned_(self.weight, self.mask())
-        self.module.__class__ = self.plain
-        del self.module.adaptive_layer
+        self.module.mask_moves = False
+        plain_again(self.module)
 
     @torch.no_grad()
     def regularize_(self, strength: float) -> None:
@@ -244,7 +174,7 @@ class _Moving:
             )
 
     def require_still_ours(self) -> None:
-        if type(self.module) is not _adaptive_class(self.plain):
+        if type(self.module) is not derived_class(self.plain):
             raise InputError(
                 f"its class has become {type(self.module).__name__} while its mask was moving.",
                 layer=self.layer.name,
@@ -266,7 +196,7 @@ def _module_of(model: nn.Module, layer: Layer) -> nn.Module:
             hint="Names are those inside of DDP and torch.compile: select(model) before wrapping it.",
         ) from None
     found = as_layer(layer.name, module)
-    if isinstance(module, Adaptive):
+    if isinstance(module, Derived) and module.mask_moves:
         raise InputError("its mask is moving already.", layer=layer.name, hint="freeze_() first.")
     if found != layer:
         raise InputError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,13 +47,14 @@ class Trainer:
         include: Sequence[str],
         exclude: Sequence[str],
         frozen: Sequence[str],
+        stored: Mapping[str, torch.dtype],
     ) -> None:
         self.options, self.store, self.model = options, store, model
         self.device = device_for(model)
         self.narrow = options.dtype == "bf16" or (options.dtype is None and self.device.type == "cuda")
         model.float().train()
         torch.manual_seed(options.seed)  # for what a recipe draws, the same in every process
-        self.recipe = recipe_for(model, options, include, exclude)
+        self.recipe = recipe_for(model, options, stored, include, exclude)
         for name, parameter in model.named_parameters():
             if name in frozen:
                 parameter.requires_grad_(False)
@@ -66,7 +67,9 @@ class Trainer:
             model.to(self.device)
             runner = replicate(model)
         self.parallel_model = runner
-        self.forward: Any = torch.compile(runner) if options.compile else runner
+        # A compiler leaves out roundings of 16 bit in between, and what a weight is stored as has its codes.
+        exact: Any = {"options": {"emulate_precision_casts": True}} if options.scheme else {}
+        self.forward: Any = torch.compile(runner, **exact) if options.compile else runner
         self.teacher = self._teacher(teacher)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:

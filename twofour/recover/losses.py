@@ -11,7 +11,6 @@ The gradient is made together with the loss, where the softmaxes are at hand, so
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from twofour.recover.fused import Fused
 
 #: A target that does not count: the last position of a window has no next token.
 NONE = -100
@@ -104,26 +105,8 @@ def _chunk(
     return loss, gradient.to(logits.dtype), aim, at_aim.to(logits.dtype)
 
 
-class _FusedChunk:
-    """The same by torch.compile: on a GPU the plain one spends most of a small model's step on memory."""
-
-    def __init__(self) -> None:
-        self._run: Callable[..., tuple[Tensor, ...]] | None = None
-
-    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
-        from torch._dynamo.exc import TorchDynamoException  # slow to import, and needed by no one else
-
-        if self._run is None:
-            self._run = torch.compile(_chunk)
-        try:
-            return self._run(*arguments)
-        except TorchDynamoException as error:  # no Triton, no compiler
-            warnings.warn(f"the loss is computed unfused, which is slower: {error}", stacklevel=2)
-            self._run = _chunk
-            return _chunk(*arguments)
-
-
-_fused_chunk = _FusedChunk()
+#: On a GPU the plain one spends most of a small model's step on memory.
+_fused_chunk = Fused(_chunk, "the loss")
 
 
 def _parts(rows: Tensor) -> Iterator[slice]:

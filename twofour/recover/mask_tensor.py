@@ -132,14 +132,15 @@ def with_whole_groups(layer: Layer, tensor: Tensor) -> tuple[Layer, Tensor]:
     tensor = tensor.detach()
     if not is_sharded(tensor):
         return layer, tensor
-    if _cuts_groups(layer, tensor):
+    if cuts_groups(layer, tensor):
         return layer, tensor.full_tensor()
     part = tensor.to_local()
     shape = tuple(part.shape)
     return dataclasses.replace(layer, shape=shape[::-1] if layer.kind == "conv1d" else shape), part
 
 
-def _cuts_groups(layer: Layer, tensor: DTensor) -> bool:
+def cuts_groups(layer: Layer, tensor: DTensor) -> bool:
+    """Whether groups are spread over processes: `with_whole_groups` has to gather it."""
     along = _GROUPS_ALONG[layer.kind]
     return any(p.is_partial() or getattr(p, "dim", None) == along for p in tensor.placements)
 

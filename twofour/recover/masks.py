@@ -90,7 +90,7 @@ class Masks:
             if not mask.is_meta:
                 zero_pruned_(held.weight, mask)  # -0.0 passes for zero, but is not what we promise
             held.watch(self)
-        _ddp_ignore(model, add=self._buffer_names())
+        ddp_ignore(model, add=self._buffer_names())
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -135,7 +135,7 @@ class Masks:
     def remove(self) -> None:
         """Take everything away again: what is left is a plain 2:4 model, ready for `pack_`."""
         self.detach()
-        _ddp_ignore(self._model, remove=self._buffer_names())
+        ddp_ignore(self._model, remove=self._buffer_names())
         for held in self._held:
             held.release()
         self._held = []
@@ -318,8 +318,8 @@ def reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def _ddp_ignore(model: nn.Module, add: Sequence[str] = (), remove: Sequence[str] = ()) -> None:
-    """Masks never change, so sending them before every forward would only cost time."""
+def ddp_ignore(model: nn.Module, add: Sequence[str] = (), remove: Sequence[str] = ()) -> None:
+    """Have DDP not send these buffers before every forward: each process has the same by itself."""
     names = [name for name in getattr(model, _DDP_IGNORED, ()) if name not in remove] + list(add)
     if names:
         setattr(model, _DDP_IGNORED, names)

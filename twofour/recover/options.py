@@ -11,9 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twofour.errors import InputError
+
+if TYPE_CHECKING:
+    from twofour.quantize.schemes import Scheme
 
 RECIPES = ("masked", "distill", "adaptive", "lora")
 SCHEDULES = ("cosine", "linear", "constant")
@@ -60,6 +63,8 @@ class Recover:
     until: float = 0.5  # adaptive: the share of the steps in which masks may move
     rank: int = 32  # lora
     alpha: float = 32.0  # lora
+    scheme: str | None = None  # train as a later `quantize` to this scheme will round
+    group: int | None = None  # of that scheme
 
     def __post_init__(self) -> None:
         self._require_one_of("recipe", (None, *RECIPES))
@@ -85,6 +90,23 @@ class Recover:
             raise InputError("recover: with until 0 the masks may never move.", hint="Take another recipe.")
         if not self.kl_weight + self.task_weight:
             raise InputError("recover: with kl-weight and task-weight both 0 there is nothing to learn.")
+        if self.rounds_to is not None and self.recipe == "lora":
+            raise InputError(
+                "lora cannot train for a scheme: rounding moves every weight on its own, and a change of low "
+                "rank cannot answer that.",
+                hint="Take distill or masked. Or quantize, and train PEFT's adapters on the packed model.",
+            )
+
+    @property
+    def rounds_to(self) -> Scheme | None:
+        """The scheme whose rounding is in the loop."""
+        if self.scheme is None:
+            if self.group is not None:
+                raise InputError("recover: a group is one of a scheme.", hint="Give --scheme int4 too.")
+            return None
+        from twofour.quantize.schemes import scheme_named  # not needed by those who only hold masks
+
+        return scheme_named(self.scheme, self.group)
 
     @property
     def distills(self) -> bool:

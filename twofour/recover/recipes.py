@@ -5,18 +5,28 @@
     lora              only adapters are, each multiplied by the mask of its layer         `Adapters`
 
 They differ in a few moments of the training, and these are the methods here. The losses are the trainer's.
+With a scheme to train for, the first two have rounded layers besides (rounded.py): always the last to be put
+on and the first to be taken off, since masks are found on plain layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twofour.recover.masks import Masks, hold_masks
 from twofour.recover.options import Recover
 from twofour.select import Layer
+
+if TYPE_CHECKING:
+    from twofour.recover.rounded import RoundedLayers
+
+#: The dtypes that weights will be stored in, by the names of their parameters.
+Stored = Mapping[str, torch.dtype]
 
 
 class Recipe:
@@ -50,30 +60,53 @@ class Recipe:
         raise NotImplementedError
 
 
-def recipe_for(model: nn.Module, options: Recover, include: Sequence[str], exclude: Sequence[str]) -> Recipe:
+def recipe_for(
+    model: nn.Module, options: Recover, stored: Stored, include: Sequence[str], exclude: Sequence[str]
+) -> Recipe:
     if options.recipe == "adaptive":
-        return Moving(model, options, include, exclude)
+        return Moving(model, options, stored, include, exclude)
     if options.recipe == "lora":
         return Adapters(model, options, include, exclude)
-    return Fixed(model, include, exclude)
+    return Fixed(model, options, stored, include, exclude)
 
 
 class Fixed(Recipe):
-    def __init__(self, model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Recover,
+        stored: Stored,
+        include: Sequence[str],
+        exclude: Sequence[str],
+    ) -> None:
         self._masks = hold_masks(model, include, exclude)
         self.layers = self._masks.layers
+        self._rounded = rounded_layers(model, self.layers, options, stored)
 
     def attach(self, optimizer: Optimizer) -> None:
         self._masks.attach(optimizer)
+        if self._rounded is not None:
+            self._rounded.refresh()
+
+    def after_step(self, progress: float) -> None:
+        if self._rounded is not None:
+            self._rounded.refresh()
 
     def finish(self) -> None:
+        if self._rounded is not None:
+            self._rounded.stop()
         self._masks.apply()
         self._masks.remove()
 
 
 class Moving(Recipe):
     def __init__(
-        self, model: nn.Module, options: Recover, include: Sequence[str], exclude: Sequence[str]
+        self,
+        model: nn.Module,
+        options: Recover,
+        stored: Stored,
+        include: Sequence[str],
+        exclude: Sequence[str],
     ) -> None:
         from twofour.recover.adaptive import AdaptiveMasks
 
@@ -83,6 +116,7 @@ class Moving(Recipe):
         self.layers = fixed.layers
         fixed.remove()
         self._moving = AdaptiveMasks(model, self.layers, options.decay, options.until)
+        self._rounded = rounded_layers(model, self.layers, options, stored)
         self._fixed: Masks | None = None
         self._optimizer: Optimizer | None = None
 
@@ -94,6 +128,8 @@ class Moving(Recipe):
         self._optimizer = optimizer
         if self._fixed is not None:
             self._fixed.attach(optimizer)
+        if self._rounded is not None:
+            self._rounded.refresh()
 
     def before_clip(self, progress: float) -> None:
         if not self.settled:
@@ -104,11 +140,17 @@ class Moving(Recipe):
             self._moving.after_step(progress)
             if self._moving.frozen:
                 self.settle()
+        if self._rounded is not None:
+            self._rounded.refresh()
 
     def settle(self) -> None:
+        if self._rounded is not None:
+            self._rounded.stop()
         if not self._moving.frozen:
             self._moving.freeze_()
         self._fixed = hold_masks(self._model, *self._patterns)
+        if self._rounded is not None:
+            self._rounded.start()
         if self._optimizer is not None:
             self._fixed.attach(self._optimizer)
 
@@ -119,6 +161,8 @@ class Moving(Recipe):
         if self._fixed is None:
             self.settle()
         assert self._fixed is not None
+        if self._rounded is not None:
+            self._rounded.stop()
         self._fixed.apply()
         self._fixed.remove()
 
@@ -144,3 +188,14 @@ class Adapters(Recipe):
         merge_masked_lora_(self._model)
         for parameter in self._model.parameters():
             parameter.requires_grad_(self._trained.get(id(parameter), True))
+
+
+def rounded_layers(
+    model: nn.Module, layers: Sequence[Layer], options: Recover, stored: Stored
+) -> RoundedLayers | None:
+    scheme = options.rounds_to
+    if scheme is None:
+        return None
+    from twofour.recover.rounded import RoundedLayers
+
+    return RoundedLayers(model, layers, scheme, stored)

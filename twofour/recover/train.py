@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,13 +119,15 @@ def train_(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     frozen: Sequence[str] = (),
+    stored: Mapping[str, torch.dtype] | None = None,
     saves: bool = True,
     resume: bool = False,
     on_progress: OnProgress = silent,
 ) -> Position:
     """Train with settled options. The model ends with the best weights, plain and 2:4, in its own dtypes.
 
-    `frozen` are parameters that are not trained. `saves`: the state, for `resume`. After an error the model
+    `frozen` are parameters that are not trained. `stored` are the dtypes that parameters will be stored in,
+    where those are not the model's. `saves`: the state, for `resume`. After an error the model
     is plain and 2:4 as well, with the weights it had then.
     """
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
@@ -140,7 +142,10 @@ def train_(
         stack.callback(_give_back, model, dtypes, training)
         if teacher is not None:
             stack.enter_context(evaluating(teacher))
-        trainer = Trainer(model, windows, held_out, teacher, options, store, include, exclude, frozen)
+        trainer = Trainer(
+            *(model, windows, held_out, teacher, options, store, include, exclude, frozen),
+            stored={**dtypes, **(stored or {})},
+        )
         try:
             position = trainer.run(saves, resume, on_progress)
             trainer.restore_best(position)
