@@ -2,11 +2,14 @@
 
 Usage: python benchmarks/quantize.py MODEL CALIBRATION EVALUATION [options]; --help has them.
 
-MODEL is pruned once by `--method` and kept as it is stored: in its own 16-bit type. Every row quantizes that,
-through files as `twofour quantize` does, loads the result with from_pretrained and scores it; the joint rows
-start from MODEL itself, so their masks are their own. Calibration and evaluation are those of
-benchmarks/oneshot.py, all in float32. Rows are printed as they come, and added to the file `--out` in place
-of older ones of the same.
+MODEL is a directory, or a .gguf file, whose weights had fewer bits already: rows then say so. It is pruned
+once by each of `--methods` and kept as it is stored, in its own 16-bit type. Every row quantizes that,
+through files as `twofour quantize` does, loads the result with from_pretrained and scores it; the joint
+rows start from MODEL itself, as `twofour prune --scheme` does, so their masks are their own. Calibration
+and evaluation are those of benchmarks/oneshot.py, scored in float32 on `--device`; the work itself takes a
+GPU if there is one. Rows are printed as they come, and added to the file `--out` in place of older ones of
+the same. Each has its perplexity over that of the 16-bit 2:4 model of the same masks, the joint rows over
+that of sparsegpt's.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import sys
 import tempfile
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +35,35 @@ from twofour.io.prune import prune_checkpoint
 from twofour.io.prune_calibrated import CalibrationOptions
 from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
 
-#: Scheme, group, rounding, smoothing.
-ROWS: tuple[tuple[str, int | None, str, bool], ...] = (
-    ("int8", None, "nearest", False),
-    ("int8", None, "compensated", False),
-    ("int8", None, "compensated", True),
-    ("int8-weight", None, "compensated", False),
-    ("fp8", None, "nearest", False),
-    ("fp8", None, "compensated", False),
-    ("fp8-weight", None, "compensated", False),
-    ("int4", 128, "nearest", False),
-    ("int4", 128, "compensated", False),
-    ("int4", 64, "compensated", False),
-    ("int4", 32, "nearest", False),
-    ("int4", 32, "compensated", False),
-    ("int8", None, "joint", False),
-    ("int4", 128, "joint", False),
+#: Scheme, group, rounding, and what else: those of the default set first, then the ones of `--all`.
+ROWS: tuple[tuple[str, int | None, str, str], ...] = (
+    ("int8", None, "nearest", ""),
+    ("int8", None, "compensated", ""),
+    ("fp8", None, "nearest", ""),
+    ("fp8", None, "compensated", ""),
+    ("fp8", None, "compensated", "tune"),
+    ("int4", 128, "nearest", ""),
+    ("int4", 128, "compensated", ""),
+    ("int4", 128, "compensated", "tune"),
+    ("int4", 128, "joint", ""),
+    ("int4", 128, "joint", "tune"),
+)
+MORE: tuple[tuple[str, int | None, str, str], ...] = (
+    ("int8", None, "compensated", "smooth"),
+    ("int8", None, "compensated", "tune"),
+    ("int8-weight", None, "compensated", ""),
+    ("fp8-weight", None, "compensated", ""),
+    ("int4", 64, "compensated", ""),
+    ("int4", 32, "nearest", ""),
+    ("int4", 32, "compensated", ""),
+    ("int8", None, "joint", ""),
+    ("fp8", None, "joint", ""),
 )
 
-SAME = ("model", "method", "scheme", "group", "rounding", "smooth", "calibration", "evaluation", "device")
+SAME = (
+    *("model", "method", "scheme", "group", "rounding", "smooth", "tune"),
+    *("calibration", "evaluation", "device"),
+)
 
 
 def main() -> None:
@@ -57,15 +71,27 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("calibration", type=Path)
     parser.add_argument("evaluation", type=Path)
-    parser.add_argument("--method", default="sparsegpt")
+    parser.add_argument(
+        "--methods", nargs="+", default=["sparsegpt"], help="whose masks; joint rows need none"
+    )
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=256)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--windows", type=int, default=None, help="score only the first so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="", help="rows whose scheme and rounding hold this text")
-    parser.add_argument("--work", type=Path, help="keep the checkpoints here; the pruned one is used again")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="scores here"
+    )
+    parser.add_argument("--name", help="what the rows call the model; default: its directory's name")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=["*"],
+        help="rows with such names: 'fp8 *', 'int4 128 compensated', '* joint tune'",
+    )
+    parser.add_argument("--all", action="store_true", help="more rows: smoothing, other groups, weights only")
+    parser.add_argument("--work", type=Path, help="keep the checkpoints here; the pruned ones are used again")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -76,50 +102,41 @@ def main() -> None:
 
 
 def run(given: argparse.Namespace, work: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
+    source = from_gguf(given.model, work) if given.model.suffix == ".gguf" else given.model
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     scored = windows_of(tokenizer, given.evaluation, given.context, given.windows)
     calibration = CalibrationOptions(given.calibration, given.samples, given.seqlen, given.seed)
+    device = torch.device(given.device)
+    named = {
+        "model": given.name or given.model.resolve().stem,
+        **({"weights": "from a GGUF of fewer bits"} if given.model.suffix == ".gguf" else {}),
+    }
+    about = {
+        "calibration": f"{given.samples}x{given.seqlen} of {given.calibration.name}, seed {given.seed}",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "twofour": twofour.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
 
-    def measure(directory: Path, **what: Any) -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        value, count = perplexity(model, scored)
-        row = {
-            "model": given.model.resolve().name,
-            "method": given.method,
-            "scheme": "16 bit",
-            "group": None,
-            "rounding": None,
-            "smooth": False,
-            **what,
-            "perplexity": round(value, 4),
-            "calibration": f"{given.samples}x{given.seqlen} of {given.calibration.name}, seed {given.seed}",
-            "evaluation": f"{len(scored)} windows of at most {given.context}, {count} tokens "
-            f"of {given.evaluation.name}",
-            "device": "cpu",
-            "twofour": twofour.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "date": datetime.date.today().isoformat(),
-        }
+    def measure(directory: Path, over: float | None, **what: Any) -> float:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        value, count = perplexity(model.eval().to(device), scored)
+        evaluated = f"{len(scored)} windows of at most {given.context}, {count} tokens"
+        found = {"perplexity": round(value, 4)} | ({"over_16_bit": round(value / over, 4)} if over else {})
+        row = {**named, **what, **found, "evaluation": f"{evaluated} of {given.evaluation.name}", **about}
         print(json.dumps(row), flush=True)
         if given.out:
             add_row(given.out, row, SAME)
+        return value
 
-    pruned = work / "pruned"
-    if not pruned.exists():
-        prune_checkpoint(given.model, pruned, given.method, calibration=calibration)
-    measure(pruned)
-    for scheme, group, rounding, smooth in ROWS:
-        name = f"{scheme} {group or ''} {rounding} {'smooth' if smooth else ''}".replace("  ", " ").strip()
-        if given.only not in name:
-            continue
-        out = work / name.replace(" ", "-")
+    def quantized(out: Path, source: Path, options: QuantizeOptions) -> dict[str, Any]:
+        """Make it, unless it is there, prove 2:4, and say how large it is and how long it took."""
         start = time.perf_counter()
-        source = given.model if rounding == "joint" else pruned
-        how: Any = rounding
-        options = QuantizeOptions(scheme, group, how, smooth)
         # Nearest without text: what there is for those who have none.
-        text = None if rounding == "nearest" else calibration
+        text = None if options.rounding == "nearest" else calibration
         if not out.exists():
             quantize_checkpoint(source, out, options, calibration=text)
         seconds = time.perf_counter() - start
@@ -129,12 +146,46 @@ def run(given: argparse.Namespace, work: Path) -> None:
         stored, dense = (
             sum(getattr(layer, what) for layer in report.layers) for what in ("stored_bytes", "dense_bytes")
         )
-        measure(
-            out,
-            **{"scheme": scheme, "group": group, "rounding": rounding, "smooth": smooth},
-            **{"bytes": stored, "share_of_dense_16_bit": round(stored / dense, 4)},
-            **{"seconds": round(seconds, 1), "threads": torch.get_num_threads()},
+        sizes = {"bytes": stored, "share_of_dense_16_bit": round(stored / dense, 4)}
+        return {**sizes, "seconds": round(seconds, 1)}
+
+    plain = {"scheme": "16 bit", "group": None, "rounding": None, "smooth": False, "tune": False}
+    base: dict[str, float] = {}
+    for method in given.methods:
+        pruned = work / f"pruned-{method}"
+        start = time.perf_counter()
+        if not pruned.exists():
+            prune_checkpoint(source, pruned, method, calibration=calibration)
+        seconds = round(time.perf_counter() - start, 1)
+        base[method] = measure(pruned, None, method=method, **plain, seconds=seconds)
+    for scheme, group, rounding, extra in (*ROWS, *(MORE if given.all else ())):
+        name = " ".join(str(part) for part in (scheme, group, rounding, extra) if part)
+        if not any(fnmatch(name, wanted) for wanted in given.only):
+            continue
+        how: Any = rounding
+        options = QuantizeOptions(scheme, group, how, extra == "smooth", extra == "tune")
+        joint = rounding == "joint"
+        for method in ["joint"] if joint else given.methods:
+            out = work / f"{method} {name}".replace(" ", "-")
+            made = quantized(out, source if joint else work / f"pruned-{method}", options)
+            what = {"scheme": scheme, "group": group, "rounding": rounding}
+            what |= {"smooth": options.smooth, "tune": options.tune}
+            # Over the two steps' 16-bit model: of sparsegpt, whose sweep the joint one is, if it was run.
+            over = base.get("sparsegpt", next(iter(base.values()))) if joint else base[method]
+            measure(out, over, method=method, **what, **made)
+
+
+def from_gguf(file: Path, work: Path) -> Path:
+    """The model as a directory of bfloat16 safetensors: nothing of its few bits is lost in that."""
+    out = work / "dense"
+    if not out.exists():
+        options: dict[str, Any] = {"gguf_file": file.name}
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.bfloat16, **options
         )
+        model.save_pretrained(out)
+        transformers.AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(out)
+    return out
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from twofour.calibrate.windows import sample_windows
 from twofour.errors import InputError
 from twofour.io.check import check
 from twofour.io.load import load_causal_lm
+from twofour.io.prune import prune_checkpoint
 from twofour.io.prune_calibrated import CalibrationOptions
 from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
 from twofour.nn.lowrank import add_lowrank_
@@ -124,19 +125,67 @@ def test_compensation_helps_the_whole_model(pruned, text, tmp_path):
     assert errors["compensated"] < 0.7 * errors["nearest"]
 
 
-def test_joint_prunes_a_dense_model(dense, text, tmp_path, twofour):
-    how = ("--scheme", "int4", "--group", 64, "--rounding", "joint", "--calib", text)
-    ran = twofour("quantize", dense, tmp_path / "out", *how, "--samples", 4, "--seqlen", 32, "--json")
+def test_prune_with_a_scheme_makes_a_packed_model_of_a_dense_one(dense, text, tmp_path, twofour):
+    how = ("--scheme", "int4", "--group", 64, "--calib", text, "--samples", 8, "--seqlen", 32)
+    ran = twofour("prune", dense, tmp_path / "out", *how, "--tune", "--json")
     assert ran.status == 0, ran.err
-    assert ran.json["options"]["rounding"] == "joint"
-    assert ran.json["options"]["group"] == 64
+    assert ran.json["verb"] == "prune"
+    options = ran.json["options"]
+    assert (options["scheme"], options["group"], options["method"], options["tune"]) == (
+        *("int4", 64, "joint", True),
+    )
+    assert len(ran.json["blocks"]) == 2
+    assert len(ran.json["layers"]) == 14
     assert twofour("check", tmp_path / "out").status == 0
     assert logits(tmp_path / "out").isfinite().all()
+    record = json.loads((tmp_path / "out" / "twofour.json").read_text())
+    assert [step["verb"] for step in record["steps"]] == ["prune"]
+    assert record["steps"][0]["source"] == str(dense)  # where `recover` looks for the teacher
+    ran = twofour("prune", dense, tmp_path / "told", *how)
+    assert "Pruned 14 layers to 2:4 int4 in groups of 64, rounded on the way" in ran.out
 
 
-@pytest.mark.parametrize("smooth", [False, True])
-def test_resume_gives_the_same_bits(smooth, pruned, text, tmp_path):
-    options = QuantizeOptions("int8", smooth=smooth)
+def test_the_joint_sweep_is_no_worse_than_two_steps(dense, text, tmp_path):
+    prune_checkpoint(dense, tmp_path / "pruned", "sparsegpt", calibration=calibration(text))
+    sources = {"joint": dense, "compensated": tmp_path / "pruned"}
+    errors = {}
+    for rounding, source in sources.items():
+        options = QuantizeOptions("int4", 32, rounding)
+        quantize_checkpoint(source, tmp_path / rounding, options, calibration=calibration(text))
+        model, tokenizer = load_causal_lm(tmp_path / rounding, "cpu")
+        before, _ = load_causal_lm(dense, "cpu")
+        ids = torch.tensor([tokenizer(TEXT[:60])["input_ids"]])
+        with torch.no_grad():
+            wanted = before(ids).logits
+            errors[rounding] = float((model(ids).logits - wanted).norm() / wanted.norm())
+    assert errors["joint"] <= 1.02 * errors["compensated"]
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_tuning_never_adds_error_and_keeps_masks(name, pruned, text, tmp_path, twofour):
+    how = ("--scheme", name, "--calib", text, "--samples", 24, "--seqlen", 32, "--tune")
+    ran = twofour("quantize", pruned, tmp_path / "out", *how, "--json")
+    assert ran.status == 0, ran.err
+    blocks = ran.json["blocks"].values()
+    assert all(block["error_after"] <= block["error_before"] for block in blocks)
+    assert twofour("check", tmp_path / "out").status == 0
+    before, stored = (load_file(x / "model.safetensors") for x in (pruned, tmp_path / "out"))
+    for key, weight in before.items():
+        base = key.removesuffix("weight")
+        if f"{base}weight_values" in stored:
+            codes = unpack(stored[f"{base}weight_values"], stored[f"{base}weight_meta"], weight.shape[1])
+            assert not bool(codes.float()[weight == 0].any())
+    model, tokenizer = load_causal_lm(pruned, "cpu")
+    windows = sample_windows(tokenizer, read_documents(text), 24, 32)
+    package.quantize_(model, name, windows, tune=True)
+    with torch.no_grad():
+        # In memory norms keep their float32; in the files they have the dtype that they had.
+        torch.testing.assert_close(model(TOKENS).logits, logits(tmp_path / "out"), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(("smooth", "tune"), [(False, False), (True, False), (True, True)])
+def test_resume_gives_the_same_bits(smooth, tune, pruned, text, tmp_path):
+    options = QuantizeOptions("int8", smooth=smooth, tune=tune)
     tensors = load_file(pruned / "model.safetensors")
     tensors["model.layers.0.input_layernorm.weight"][5] = 40.0  # something to smooth
     save_file(tensors, pruned / "model.safetensors", metadata={"format": "pt"})
@@ -218,6 +267,8 @@ WRONG = [
     (("--scheme", "int4", "--rounding", "compensated"), "looks at the inputs"),
     (("--scheme", "int8", "--smooth"), "smoothing looks at the inputs"),
     (("--scheme", "int4", "--rounding", "up"), "rounding"),
+    (("--scheme", "int4", "--rounding", "joint"), "twofour prune MODEL OUT --scheme"),
+    (("--scheme", "int4", "--tune"), "tuning looks at the inputs"),
     ((), "--scheme"),
 ]
 
@@ -225,6 +276,24 @@ WRONG = [
 @pytest.mark.parametrize(("arguments", "words"), WRONG)
 def test_wrong_command_lines(arguments, words, pruned, tmp_path, twofour):
     ran = twofour("quantize", pruned, tmp_path / "out", *arguments)
+    assert ran.status == 2
+    assert words in re.sub(r"\s+", " ", ran.err)
+    assert not (tmp_path / "out").exists()
+
+
+WRONG_PRUNE = [
+    (("--scheme", "int4"), "--scheme prunes and rounds on text"),
+    (("--group", "64"), "--group and --tune go with --scheme"),
+    (("--scheme", "int8", "--calib", "TEXT", "--method", "wanda"), "--method wanda does not go with"),
+    (("--scheme", "int8", "--calib", "TEXT", "--lowrank", "4"), "--lowrank does not go with"),
+    (("--scheme", "int5", "--calib", "TEXT"), "there is no scheme 'int5'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG_PRUNE)
+def test_wrong_ways_to_prune_with_a_scheme(arguments, words, dense, text, tmp_path, twofour):
+    given = [text if argument == "TEXT" else argument for argument in arguments]
+    ran = twofour("prune", dense, tmp_path / "out", *given)
     assert ran.status == 2
     assert words in re.sub(r"\s+", " ", ran.err)
     assert not (tmp_path / "out").exists()

@@ -78,7 +78,11 @@ def test_inputs_are_measured_when_their_turn_comes(name):
     seen, order = {}, []
 
     def change(block):
-        for layer, gram, drift in inputs_in_order(block, SCHEMES[name]):
+        for stage, gram, drift in inputs_in_order(block, SCHEMES[name]):
+            check(stage, gram, drift)
+
+    def check(stage, gram, drift):
+        for layer in stage:
             now, before = (inputs_of(m, layer.name, WINDOWS) for m in (changed, original))
             now = as_rounded(now, SCHEMES[name])
             order.append(layer.name.removeprefix("blocks."))
@@ -88,6 +92,7 @@ def test_inputs_are_measured_when_their_turn_comes(name):
                 torch.testing.assert_close(gram.mean, now.t() @ now / len(now))
                 torch.testing.assert_close(drift, (before - now).t() @ now / len(now))
                 seen[layer.name] = float(drift.abs().max())
+        for layer in stage:
             changed.get_parameter(f"{layer.name}.weight").mul_(0.5)
 
     layers = select(changed, include=["blocks.*"], exclude=[]).layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,10 +22,23 @@ from twofour.cli.output import (
     say,
     size,
 )
+from twofour.errors import InputError
+
+if TYPE_CHECKING:
+    from twofour.io.prune_calibrated import CalibrationOptions
+    from twofour.io.quantize import QuantizeOptions
 
 EXAMPLE = (
     "Example: [bold]twofour quantize ./Llama-3-8B-24 ./Llama-3-8B-24-int4 --scheme int4 --calib text.txt[/]"
 )
+
+Group = Annotated[
+    int | None, typer.Option(help="int4: columns that share a scale, 128, 64 or 32.", show_default=False)
+]
+Tune = Annotated[
+    bool,
+    typer.Option("--tune", help="Tune each block as a whole after its layers are rounded. Needs --calib."),
+]
 
 
 def command(
@@ -40,20 +53,18 @@ def command(
     samples: Samples = 128,
     seqlen: Seqlen = None,
     seed: Seed = 0,
-    group: Annotated[
-        int | None, typer.Option(help="int4: columns that share a scale, 128, 64 or 32.", show_default=False)
-    ] = None,
+    group: Group = None,
     rounding: Annotated[
         str | None,
         typer.Option(
-            help="nearest, compensated, or joint, which prunes a dense model on the way. "
-            "Default: compensated with text, else nearest.",
+            help="nearest or compensated. Default: compensated with text, else nearest.",
             show_default=False,
         ),
     ] = None,
     smooth: Annotated[
         bool, typer.Option("--smooth", help="int8, fp8: move scale from activations into weights.")
     ] = False,
+    tune: Tune = False,
     include: Include = None,
     exclude: Exclude = None,
     resume: Resume = False,
@@ -61,30 +72,65 @@ def command(
 ) -> None:
     """Store a pruned model in 8 or 4 bits on top of 2:4, packed, as from_pretrained can load it."""
     from twofour.io.prune_calibrated import CalibrationOptions
-    from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
+    from twofour.io.quantize import QuantizeOptions
+
+    how: Any = rounding
+    if how == "joint":
+        raise InputError(
+            "joint rounding prunes a dense model.", hint="Use: twofour prune MODEL OUT --scheme SCHEME."
+        )
+    calibration = CalibrationOptions(calib, samples, seqlen, seed) if calib else None
+    options = QuantizeOptions(scheme, group, how, smooth, tune)
+    run("quantize", model, out, options, include, exclude, calibration, resume, json)
+
+
+def run(
+    verb: str,
+    model: Path,
+    out: Path,
+    options: QuantizeOptions,
+    include: list[str] | None,
+    exclude: list[str] | None,
+    calibration: CalibrationOptions | None,
+    resume: bool,
+    json: bool,
+) -> None:
+    """Round, or prune and round, and say what came out: `quantize` and `prune --scheme` do the same work."""
+    from twofour.io.quantize import quantize_checkpoint
 
     quiet_libraries()
-    how: Any = rounding
-    with progress("quantizing") as on_progress:
+    with progress("quantizing" if verb == "quantize" else "pruning") as on_progress:
         step = quantize_checkpoint(
-            *(model, out, QuantizeOptions(scheme, group, how, smooth), include or (), exclude or ()),
-            calibration=CalibrationOptions(calib, samples, seqlen, seed) if calib else None,
+            *(model, out, options, include or (), exclude or ()),
+            calibration=calibration,
             resume=resume,
             on_progress=on_progress,
         )
     if json:
-        print_json({"verb": "quantize", "out": str(out), **{k: v for k, v in step.items() if k != "verb"}})
+        print_json({"verb": verb, "out": str(out), **{k: v for k, v in step.items() if k != "verb"}})
         return
     dense, packed = step["dense_bytes"], step["packed_bytes"]
     errors = [layer["relative_error"] for layer in step["layers"].values()]
-    options = step["options"]
-    groups = f" in groups of {options['group']}" if options["group"] else ""
+    recorded = step["options"]
+    groups = f" in groups of {recorded['group']}" if recorded["group"] else ""
+    done = f"Quantized {len(errors)} layers to" if verb == "quantize" else f"Pruned {len(errors)} layers to"
+    rounding = f", rounding {recorded['rounding']}" if verb == "quantize" else ", rounded on the way"
     say(
-        f"Quantized {len(errors)} layers to 2:4 {options['scheme']}{groups}, rounding {options['rounding']}, "
+        f"{done} 2:4 {recorded['scheme']}{groups}{rounding}, "
         f"into {size(packed)}, {packed / dense:.1%} of {size(dense)}: {out}"
     )
     say(f"Weight lost, as a share of each layer's norm: {min(errors):.4f} to {max(errors):.4f}.")
     outputs = [layer["output_error"] for layer in step["layers"].values() if "output_error" in layer]
     if outputs:
         say(f"Squared error of the layers' outputs, relative: {min(outputs):.2e} to {max(outputs):.2e}.")
+    if blocks := step.get("blocks"):
+        before, after = (
+            sum(block[key] for block in blocks.values()) / len(blocks)
+            for key in ("error_before", "error_after")
+        )
+        back = sum(not block["kept"] for block in blocks.values())
+        say(
+            f"Output error of the blocks on held-out text: {before:.2e} rounded, {after:.2e} tuned (mean); "
+            f"{back} of {len(blocks)} stay untuned, where it did not help."
+        )
     say(f"Next: [bold]twofour check {out}[/], [bold]twofour eval {out} --data TEXT[/].")

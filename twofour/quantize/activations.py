@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -26,11 +28,32 @@ def round_tokens(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def as_rounded(x: Tensor, scheme: Scheme) -> Tensor:
-    """What a layer of this scheme makes of its input before it multiplies."""
+    """What a layer of this scheme makes of its input before it multiplies. Gradients pass straight through.
+
+    >>> as_rounded(torch.tensor([[127.0, 3.4]]), Scheme("int8", "int8", rounds_activations=True))
+    tensor([[127.,   3.]])
+    """
     if not scheme.rounds_activations:
         return x
-    codes, scale = round_tokens(x.reshape(-1, x.shape[-1]), scheme.stored)
-    return (codes.float() * scale).to(x.dtype).reshape(x.shape)
+    with torch.no_grad():
+        codes, scale = round_tokens(x.reshape(-1, x.shape[-1]), scheme.stored)
+        rounded = (codes.float() * scale).to(x.dtype).reshape(x.shape)
+    return straight_through(x, rounded)
+
+
+def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+    """What x was rounded to, with the gradient that x has: as if it had not been rounded."""
+    return _StraightThrough.apply(x, rounded) if x.requires_grad else rounded
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 def round_inputs(module: nn.Module, scheme: Scheme) -> RemovableHandle:

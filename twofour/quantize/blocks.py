@@ -11,20 +11,42 @@ activations, x′ is what is left of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from twofour.calibrate.blocks import Block, Call, run_blocks
 from twofour.calibrate.statistics import Gram
-from twofour.packed import Packed24
-from twofour.prune.hessian import damped_cholesky
+from twofour.pattern import require_finite
+from twofour.prune.hessian import damped_cholesky, relative_output_error
+from twofour.prune.reconstruct import Reconstruct, Reconstructed
 from twofour.quantize.activations import as_rounded, round_inputs
-from twofour.quantize.rounding import DAMPING, Rounding, quantize_matrix
+from twofour.quantize.rounding import DAMPING, Quantized, Rounding, quantize_matrix, require_two_four
 from twofour.quantize.schemes import Scheme
+from twofour.quantize.tune import tune_
 from twofour.select import Layer
+
+
+class Keeper(Protocol):
+    """What becomes of a rounded block: it goes into the model that is quantized, or into a file."""
+
+    def __call__(self, block: Block, rounded: dict[Layer, Rounded], tuned: Reconstructed | None) -> None:
+        """Keep the layers, and of `tuned.changed` the norms and biases, which it may round to how they are
+        stored: what the module holds afterwards is what the blocks behind it get to see."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A layer's codes; how far its weights are off, relative, and its outputs, squared and relative, over so
+    many tokens."""
+
+    codes: Quantized
+    error: float
+    output_error: float
+    tokens: int
 
 
 def quantize_blocks(
@@ -33,31 +55,45 @@ def quantize_blocks(
     windows: Tensor,
     scheme: Scheme,
     rounding: Rounding,
-    keep: Any,
+    keep: Keeper,
     *,
     device: torch.device | str,
+    tune: Reconstruct | None = None,
+    may_change: Callable[[str], bool] = lambda name: True,
     dtypes: dict[Layer, torch.dtype] | None = None,
     restore: Callable[[int], list[Layer]] | None = None,
     **options: Any,
 ) -> None:
-    """Round the layers block by block. `keep` is given each result and says what is stored of it: that is
-    what the blocks behind it get to see, with activations rounded as they will be. `restore` puts a finished
-    block back and says which layers it had."""
+    """Round the layers block by block, and tune each block if there is a `tune`. `keep` is given the results.
+    The blocks behind it get to see what is stored, with activations rounded as they will be. `restore` puts a
+    finished block back and says which layers it had. `may_change` can forbid to tune a norm or bias."""
 
-    @torch.no_grad()
     def change(block: Block) -> None:
-        follows = rounding != "nearest"
-        plain = ((layer, block.grams.pop(layer), None) for layer in block.layers)
-        inputs = inputs_in_order(block, scheme) if follows else plain
-        for layer, gram, drift in inputs:
-            weight = block.module.get_parameter(f"{layer.name.removeprefix(f'{block.name}.')}.weight")
-            dtype = dtypes[layer] if dtypes else weight.dtype
-            matrix = layer.to_matrix(weight.detach())
-            target = None if drift is None else shifted_target(matrix, gram, drift, layer.name)
-            rounded = quantize_matrix(matrix, scheme, rounding, gram, layer.name, dtype, target)
-            stored: Packed24 = keep(block, layer, rounded, gram)
-            weight.copy_(layer.from_matrix(stored.unpack(weight.dtype)))
-            rounding_inputs(layer)
+        before = {layer: _weight(block, layer).detach().clone() for layer in block.layers}
+        own = {layer: dtypes[layer] if dtypes else weight.dtype for layer, weight in before.items()}
+        rounded: dict[Layer, Quantized] = {}
+        grams: dict[Layer, Gram] = {}
+        plain = (([layer], block.grams.pop(layer), None) for layer in list(block.layers))
+        for stage, gram, drift in plain if rounding == "nearest" else inputs_in_order(block, scheme):
+            matrices = {layer: layer.to_matrix(before[layer]) for layer in stage}
+            for layer, codes in _round_together(matrices, scheme, rounding, gram, drift, own).items():
+                rounded[layer], grams[layer] = codes, gram
+                put(block, layer, codes)
+                rounding_inputs(layer)
+        tuned = None
+        if tune is not None:
+            rounded, tuned = tune_(block, rounded, scheme, own, may_change, tune)
+        found = {}
+        for layer, codes in rounded.items():
+            put(block, layer, codes)
+            matrix, new = layer.to_matrix(before[layer]), codes.weight()
+            error = relative_output_error(matrix, new, grams[layer])
+            found[layer] = Rounded(codes, relative_error(matrix, new), error, grams[layer].tokens)
+        keep(block, found, tuned)
+
+    def put(block: Block, layer: Layer, codes: Quantized) -> None:
+        weight = _weight(block, layer)
+        weight.copy_(layer.from_matrix(codes.packed(layer.name).unpack(weight.dtype)))
 
     def restore_and_round(number: int) -> None:
         if restore is not None:
@@ -70,8 +106,9 @@ def quantize_blocks(
 
     hooks: list[Any] = []
     here = windows.to(next(model.parameters()).device)
-    follow = None if rounding == "nearest" else 1.0
-    options |= {"device": device, "follow": follow, "restore": restore_and_round}
+    options |= {"device": device, "restore": restore_and_round}
+    options |= {"follow": None if rounding == "nearest" and tune is None else 1.0}
+    options |= {"batch": None if tune is None else tune.batch(windows)}
     try:
         run_blocks(model, layers, here, change, **options)
     finally:
@@ -79,22 +116,54 @@ def quantize_blocks(
             hook.remove()
 
 
+def relative_error(before: Tensor, after: Tensor) -> float:
+    """How much of a matrix was lost, as a share of its norm."""
+    norm = float(torch.linalg.vector_norm(before, dtype=torch.float32))
+    return float(torch.linalg.vector_norm(before.float() - after)) / norm if norm else 0.0
+
+
+def _round_together(
+    matrices: dict[Layer, Tensor],
+    scheme: Scheme,
+    rounding: Rounding,
+    gram: Gram,
+    drift: Tensor | None,
+    dtypes: Mapping[Layer, torch.dtype],
+) -> dict[Layer, Quantized]:
+    """Layers with the same input as one matrix: rows are rounded for themselves, and columns one by one, so
+    that q, k and v together take the time of one of them."""
+    found: dict[Layer, Quantized] = {}
+    for dtype in dict.fromkeys(dtypes[layer] for layer in matrices):
+        some = {layer: matrix for layer, matrix in matrices.items() if dtypes[layer] == dtype}
+        for layer, matrix in some.items():  # while it can still be said which layer it is
+            (require_finite if rounding == "joint" else require_two_four)(matrix, layer.name)
+        names = ", ".join(layer.name for layer in some)
+        stacked = torch.cat(list(some.values()))
+        target = None if drift is None else shifted_target(stacked, gram, drift, names)
+        rounded = quantize_matrix(stacked, scheme, rounding, gram, names, dtype, target)
+        rows = [len(matrix) for matrix in some.values()]
+        parts = zip(some, rounded.codes.split(rows), rounded.scale.split(rows), strict=True)
+        found |= {layer: Quantized(codes, scale, scheme) for layer, codes, scale in parts}
+    return found
+
+
 class _Reached(Exception):
     """Raised to leave the block once a layer has had its input."""
 
 
-def inputs_in_order(block: Block, scheme: Scheme) -> Iterator[tuple[Layer, Gram, Tensor | None]]:
-    """The layers as they run, each with G and D of its inputs as they are when its turn comes.
+def inputs_in_order(block: Block, scheme: Scheme) -> Iterator[tuple[list[Layer], Gram, Tensor | None]]:
+    """The layers as they run, those with the same input together, with G and D of it when their turn comes.
 
-    The caller changes a layer before it asks for the next. Layers that not every token passes (experts) have
+    The caller changes them before it asks for the next. Layers that not every token passes (experts) have
     the statistics that the block came with, and no D: who knows which tokens would have come.
     """
     original = copy.deepcopy(block.module)
     for stage in _stages(block):
-        measured = _measure(block, original, stage[0], scheme)
+        gram = block.grams[stage[0]]
         for layer in stage:
-            gram = block.grams.pop(layer)  # and with its last layer it is freed
-            yield (layer, *measured) if measured is not None else (layer, gram, None)
+            del block.grams[layer]
+        measured = _measure(block, original, stage[0], scheme)
+        yield (stage, *measured) if measured is not None else (stage, gram, None)
 
 
 def shifted_target(weight: Tensor, gram: Gram, drift: Tensor, layer: str | None = None) -> Tensor:
@@ -174,6 +243,10 @@ def _input(module: nn.Module, block: Block, layer: Layer, call: Call) -> Tensor 
     finally:
         hook.remove()
     return seen[0] if seen else None
+
+
+def _weight(block: Block, layer: Layer) -> nn.Parameter:
+    return _module(block.module, block, layer).get_parameter("weight")
 
 
 def _module(module: nn.Module, block: Block, layer: Layer) -> nn.Module:

@@ -244,13 +244,16 @@ def _descend(
             right = min(left + BLOCK, columns)
             panel = slope[:, left:right].clone()
             moved = torch.zeros_like(panel)
+            # Few and simple operations a column: on a GPU it is their number that takes the time. A removed
+            # weight has the code zero and no step away from it.
+            steps = mask[:, left:right] / (gram.diagonal()[left:right] * spread[:, left:right])
             for column in range(left, right):
-                j, own = column - left, spread[:, column]
-                best = codes[:, column] + panel[:, j] / (gram[column, column] * own)
-                code = scheme.to_codes(best) * mask[:, column]
-                moved[:, j] = (code - codes[:, column]) * own
+                j, old = column - left, codes[:, column]
+                code = scheme.to_codes(torch.addcmul(old, panel[:, j], steps[:, j]))
+                step = torch.sub(code, old).mul_(spread[:, column])
                 codes[:, column] = code
-                panel[:, j:].addr_(moved[:, j], gram[column, column:right], alpha=-1)
+                moved[:, j] = step
+                panel[:, j:].addr_(step, gram[column, column:right], alpha=-1)
             slope.addmm_(moved, gram[left:right], alpha=-1)
         for number, left in enumerate(range(0, columns, size)):
             own = codes[:, left : left + size]

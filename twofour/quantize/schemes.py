@@ -57,15 +57,19 @@ class Scheme:
         """The code that the largest weight under a scale gets, before scales are searched."""
         return _LARGEST[self.codes]
 
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least code and the largest."""
+        return (-8.0 if self.codes == "int4" else -self.largest), self.largest
+
     def scale_width(self, columns: int) -> int:
         """Scales a row."""
         return 1 if self.group is None else max(1, -(-columns // self.group))
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         """Weights over their scales, rounded to the nearest codes, as float32. What is too large is cut."""
-        if self.codes == "fp8":
-            return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
-        return scaled.round().clamp(-8.0 if self.codes == "int4" else -self.largest, self.largest)
+        inside = scaled.clamp(*self.range)
+        return inside.to(torch.float8_e4m3fn).float() if self.codes == "fp8" else inside.round()
 
     def rounded_scale(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Scales as stored beside a layer of `dtype`, in float32; 1 where all weights are zero."""

@@ -1,0 +1,180 @@
+"""Quantize a checkpoint on calibration text: block by block, each layer on what the rounded ones before give.
+
+What a block gave is on disk when it is done (`.OUT.blocks/`), for `resume`: the codes and scales of its
+layers, and the norms and biases that were tuned with them. Smoothed norms are in a file of their own: they
+come before the first block, and a resumed run makes them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from twofour.calibrate.blocks import Block
+from twofour.errors import InputError
+from twofour.io.checkpoint import Checkpoint
+from twofour.io.prune_calibrated import (
+    CalibrationOptions,
+    FilesBehind,
+    block_file,
+    checkpoint_dtype,
+    finished_blocks,
+    open_for_calibration,
+    parameters_in_files,
+)
+from twofour.io.structure import CheckpointLayers
+from twofour.packed import unpack
+from twofour.progress import OnProgress
+from twofour.prune.reconstruct import Reconstruct, Reconstructed
+from twofour.quantize import Quantized, Rounding, Scheme, smooth_
+from twofour.quantize.blocks import Rounded, quantize_blocks
+from twofour.select import Layer
+
+#: What a quantized layer is in a file.
+PARTS = ("weight_values", "weight_meta", "weight_scale")
+
+
+def quantize_into(
+    work: Path,
+    checkpoint: Checkpoint,
+    layers: CheckpointLayers,
+    scheme: Scheme,
+    rounding: Rounding,
+    calibration: CalibrationOptions,
+    options: dict[str, Any],
+    *,
+    smooth: bool,
+    tune: Reconstruct | None,
+    resume: bool,
+    on_progress: OnProgress,
+) -> None:
+    """Leave the codes of every block in `work`, with notes about each layer. `options` tell runs apart."""
+    model, windows, weights = open_for_calibration(checkpoint, layers, calibration, on_progress, whole=smooth)
+    finished = finished_blocks(work, options) if resume else 0
+    if not finished:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        (work / "options.json").write_text(json.dumps(options))
+    keys = {layer: key for key, layer in layers.by_tensor.items()}
+    beside = parameters_in_files(model, checkpoint)
+    with FilesBehind() as files:
+        if smooth and (norms := _smoothed(model, windows, checkpoint, layers, beside)):
+            files.write(work / "norms.safetensors", norms, {"notes": "{}", "block": "{}"})
+
+        @torch.no_grad()
+        def restore(number: int) -> list[Layer]:
+            with safe_open(work / block_file(number), framework="pt") as opened:
+                names = {key: name for name, key in beside.items()}
+                for key in opened.keys():  # noqa: SIM118 (not a dict)
+                    if key in names:
+                        model.get_parameter(names[key]).copy_(opened.get_tensor(key))
+                found = [layers.by_tensor[key] for key in json.loads(opened.metadata()["notes"])]
+                for layer in found:
+                    base = keys[layer].removesuffix(".weight")
+                    values, meta, scale = (opened.get_tensor(f"{base}.{part}") for part in PARTS)
+                    weight = model.get_parameter(f"{layer.name}.weight")
+                    matrix = unpack(values, meta, layer.columns, scale, weight.dtype)
+                    weight.copy_(layer.from_matrix(matrix))
+            return found
+
+        def keep(block: Block, rounded: dict[Layer, Rounded], tuned: Reconstructed | None) -> None:
+            tensors: dict[str, Tensor] = {}
+            notes: dict[str, dict[str, Any]] = {}
+            for layer, own in rounded.items():
+                key = keys[layer]
+                new, note = described_layer(key, layer, own.codes, checkpoint.tensors[key].nbytes)
+                tensors |= new
+                errors = {"relative_error": own.error, "output_error": own.output_error}
+                notes[key] = {**note, **errors, "tokens": own.tokens}
+            for name in tuned.changed if tuned else ():
+                parameter = model.get_parameter(name)
+                stored = parameter.detach().to(checkpoint_dtype(checkpoint, beside[name]))
+                # What the next block sees is what will be on disk: a resumed run sees the same.
+                parameter.copy_(stored)
+                tensors[beside[name]] = stored
+            of_block = {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {}
+            files.write(
+                work / block_file(block.number),
+                {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+                {"notes": json.dumps(notes), "block": json.dumps(of_block)},
+            )
+
+        quantize_blocks(
+            *(model, list(keys), windows, scheme, rounding, keep),
+            device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
+            tune=tune,
+            may_change=beside.__contains__,
+            dtypes={layer: checkpoint_dtype(checkpoint, key) for layer, key in keys.items()},
+            finished=finished,
+            restore=restore,
+            weights=weights,
+            on_progress=on_progress,
+        )
+
+
+@dataclasses.dataclass
+class FinishedWork:
+    """Where each tensor is, the notes by the names of the weights, and those about tuned blocks by theirs."""
+
+    files: dict[str, Path]
+    notes: dict[str, dict[str, Any]]
+    blocks: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, work: Path) -> FinishedWork:
+        found = cls({}, {}, {})
+        # The smoothed norms first: one may have been tuned after it, and then the file of its block counts.
+        for file in sorted(work.glob("*.safetensors"), reverse=True):
+            with safe_open(file, framework="pt") as opened:
+                found.files |= dict.fromkeys(opened.keys(), file)
+                metadata = opened.metadata()
+            found.notes |= json.loads(metadata["notes"])
+            if block := json.loads(metadata["block"]):
+                found.blocks = {block.pop("block"): block, **found.blocks}
+        return found
+
+
+def described_layer(
+    key: str, layer: Layer, rounded: Quantized, dense_bytes: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a layer in the files, and what there is to say about them.
+
+    Scales are written as bfloat16, which holds them exactly, whatever the dtype of the layer.
+    """
+    packed = rounded.packed(layer.name)
+    assert packed.scale is not None
+    base = key.removesuffix(".weight")
+    parts = zip(PARTS, (packed.values, packed.meta, packed.scale), strict=True)
+    note: dict[str, Any] = {
+        "layer": layer.name,
+        "shape": list(layer.shape),
+        "dense_bytes": dense_bytes,
+        "packed_bytes": packed.nbytes,
+    }
+    return {f"{base}.{part}": tensor for part, tensor in parts}, note
+
+
+def _smoothed(
+    model: nn.Module,
+    windows: Tensor,
+    checkpoint: Checkpoint,
+    layers: CheckpointLayers,
+    in_files: dict[str, str],
+) -> dict[str, Tensor]:
+    """Smooth the model in memory; its changed norms as they are to be in the files."""
+    exact = [layer.name.replace("[", "[[]") for layer in layers.by_tensor.values()]
+    new: dict[str, Tensor] = {}
+    for norm in smooth_(model, windows, exact):
+        for own, parameter in model.get_submodule(norm).named_parameters(recurse=False):
+            key = in_files.get(f"{norm}.{own}")
+            if key is None:
+                raise InputError("the files hold no tensor of this norm.", layer=norm, hint="Do not smooth.")
+            new[key] = parameter.detach().to(checkpoint_dtype(checkpoint, key)).cpu().contiguous()
+    return new
