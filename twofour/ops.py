@@ -6,8 +6,10 @@
                           activation, compressed?)
     twofour::quantized_linear(x, values, meta, scale, bias?,         as linear, but every token of x is first
                               columns)                               rounded to the 8-bit type of the values
+    twofour::quantized_gated_linear(…, columns, activation)          as gated_linear, likewise
     twofour::linear_input_grad(grad, values, meta, scale?, columns)  grad·W, its gradient for x
     twofour::unpack(values, meta, scale?, columns, dtype?)           W
+    twofour::rope(q, k, cos, sin, heads_dim, round_steps)            q and k turned (see kernels/rope.py)
 
 They take the plain tensors of the packed form (see packed.py), so `torch.compile` and `torch.export` need
 to know nothing of us. The kernels are in `twofour/kernels/` and register themselves.
@@ -37,17 +39,26 @@ library.define(
     "-> Tensor"
 )
 library.define(
+    "quantized_gated_linear(Tensor x, Tensor values, Tensor meta, Tensor scale, Tensor? bias, int columns, "
+    "str activation) -> Tensor"
+)
+library.define(
     "linear_input_grad(Tensor grad, Tensor values, Tensor meta, Tensor? scale, int columns) -> Tensor"
 )
 library.define(
     "unpack(Tensor values, Tensor meta, Tensor? scale, int columns, ScalarType? dtype=None) -> Tensor"
 )
+library.define(
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads_dim, bool round_steps) -> (Tensor, Tensor)"
+)
 
 linear = torch.ops.twofour.linear.default
 gated_linear = torch.ops.twofour.gated_linear.default
 quantized_linear = torch.ops.twofour.quantized_linear.default
+quantized_gated_linear = torch.ops.twofour.quantized_gated_linear.default
 linear_input_grad = torch.ops.twofour.linear_input_grad.default
 unpack = torch.ops.twofour.unpack.default
+rope = torch.ops.twofour.rope.default
 
 
 @torch.library.register_fake("twofour::linear", lib=library)
@@ -85,6 +96,20 @@ def _(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, bias: Tensor | Non
     return x.new_empty(*x.shape[:-1], values.shape[0])
 
 
+@torch.library.register_fake("twofour::quantized_gated_linear", lib=library)
+def _(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    columns: int,
+    activation: str,
+) -> Tensor:
+    torch._check(x.shape[-1] == columns, lambda: f"x has {x.shape[-1]} features, the layer takes {columns}")
+    return x.new_empty(*x.shape[:-1], values.shape[0] // 2)
+
+
 @torch.library.register_fake("twofour::linear_input_grad", lib=library)
 def _(grad: Tensor, values: Tensor, meta: Tensor, scale: Tensor | None, columns: int) -> Tensor:
     rows = values.shape[0]
@@ -100,6 +125,13 @@ def _(
 ) -> Tensor:
     stored = values.dtype if scale is None else scale.dtype
     return values.new_empty(*values.shape[:-1], columns, dtype=dtype or stored)
+
+
+@torch.library.register_fake("twofour::rope", lib=library)
+def _(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, round_steps: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k)
 
 
 def _frozen(needed: bool) -> None:

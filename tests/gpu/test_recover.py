@@ -66,14 +66,16 @@ def test_every_recipe_in_bfloat16(teacher, windows, recipe):
 
 
 def test_compiled_it_is_the_same_training(teacher, windows):
-    found = []
+    start, found = twofour.prune_(copy.deepcopy(teacher)), []
     for compiled in (False, True):
-        student = twofour.prune_(copy.deepcopy(teacher))
+        student = copy.deepcopy(start)
         options = Recover(tokens=10 * 16 * LENGTH, batch=16, lr=1e-3, dtype="fp32", compile=compiled)
         twofour.recover_(student, windows, teacher, options)
         found.append(student)
-    for one, other in zip(*(model.parameters() for model in found), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=5e-4)
+    # Not weight by weight: where a gradient is next to nothing, Adam makes a whole step of its rounding.
+    with torch.no_grad():
+        before, one, other = (model(windows[:8]).logits for model in (start, *found))
+    assert (one - other).norm() < 0.1 * (one - before).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

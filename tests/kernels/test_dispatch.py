@@ -52,7 +52,8 @@ def test_shipped_choice_for_a_known_shape():
 
 
 def test_every_shipped_choice_can_be_run():
-    table = tuning._shipped(0)
+    # Those of quantized weights are test_dispatch_codes.py's.
+    table = {key: choices for key, choices in tuning._shipped(0).items() if len(key.split()) == 3}
     assert len(table) >= 80
     for product, choices in table.items():
         shape, dtype, bucket = product.split()
@@ -145,14 +146,14 @@ def test_tuning_takes_the_fastest_that_is_right(monkeypatch):
         run.clock = (1.0, 3.0, 2.0)[choice.config["id"]]
         return run
 
-    def fake_clock(calls, repeats):
-        return {"p50": getattr(calls[0].func, "clock", 9.0)}
+    def fake_clock(calls, *_):
+        return lambda repeats: [getattr(calls[0].func, "clock", 9.0)] * repeats
 
     monkeypatch.setattr(
         dispatch, "candidates", lambda product: [Choice("cusparselt", {"id": i}) for i in range(3)]
     )
     monkeypatch.setattr(dispatch, "runner", run_of)
-    monkeypatch.setattr(tuner, "time_graph", fake_clock)
+    monkeypatch.setattr(tuner, "graph_timer", fake_clock)
     monkeypatch.setattr(hopper, "compile_all", lambda *_: None)
     monkeypatch.setattr(cusparselt, "compress", lambda weight: weight)
     (row,) = tuner.tune([(64, 128)], [8], torch.float32, torch.device("cpu"))

@@ -88,7 +88,7 @@ def test_in_a_model_and_back():
 
 
 @torch.no_grad()
-def test_a_dense_model_has_only_its_norms_fused():
+def test_a_dense_model_has_its_norms_fused_and_no_products():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100}

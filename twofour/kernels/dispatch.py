@@ -55,6 +55,9 @@ class Product:
     device: int
     compressed: bool  # cuSPARSELt's form of the weight is there
     activation: str | None = None  # of a gated product, whose weight has 2n rows
+    fresh: bool = (
+        False  # the weight is the work of the kernel before: it cannot be asked for before that has ended
+    )
 
     @property
     def rows(self) -> int:
@@ -84,9 +87,10 @@ def linear(
     bias: Tensor | None,
     columns: int,
     compressed: Tensor | None = None,
+    fresh: bool = False,
 ) -> Tensor:
-    """`twofour::linear` on a CUDA device."""
-    return _multiply(x, values, meta, scale, bias, columns, compressed, None)
+    """`twofour::linear` on a CUDA device. A weight that a kernel has just made is `fresh` (see Product)."""
+    return _multiply(x, values, meta, scale, bias, columns, compressed, None, fresh)
 
 
 def gated_linear(
@@ -112,14 +116,19 @@ def _multiply(
     columns: int,
     compressed: Tensor | None,
     activation: str | None,
+    fresh: bool = False,
 ) -> Tensor:
     n, device = values.shape[0], x.device.index
     if activation is not None:
         n //= 2
     if torch._C._cuda_getDevice() != device:  # launches go to the current one
         with torch.cuda.device(device):
-            return _multiply(x, values, meta, scale, bias, columns, compressed, activation)
-    if scale is not None or x.dtype != values.dtype:
+            return _multiply(x, values, meta, scale, bias, columns, compressed, activation, fresh)
+    if scale is not None:
+        from twofour.kernels import dispatch_codes  # which needs this module
+
+        return dispatch_codes.linear(x, values, meta, scale, bias, columns, activation=activation)
+    if x.dtype != values.dtype:
         y = reference.linear(x, values, meta, scale, bias, columns)
         return y if activation is None else reference.gate(y, activation)
     flat = x if x.dim() == 2 else x.reshape(-1, columns)
@@ -128,7 +137,7 @@ def _multiply(
     tokens = flat.shape[0]
     if tokens == 0:
         return x.new_empty(*x.shape[:-1], n)
-    key = (n, columns, bucket_of(tokens), x.dtype, device, compressed is not None, activation)
+    key = (n, columns, bucket_of(tokens), x.dtype, device, compressed is not None, activation, fresh)
     runs = _forced[-1][1] if _forced else _runs
     run = runs.get(key)
     if run is None:
@@ -148,12 +157,18 @@ def bucket_of(tokens: int) -> int:
     return next((b for b in BUCKETS if b >= tokens), BUCKETS[-1])
 
 
+def forced() -> str | None:
+    """The backend that the environment or `force` names."""
+    name = _forced[-1][0] if _forced else os.environ.get("TWOFOUR_BACKEND")
+    if name and name not in BACKENDS:
+        raise InputError(f"there is no backend {name!r}.", hint=f"Choose one of: {', '.join(BACKENDS)}.")
+    return name
+
+
 def choose(product: Product) -> Choice:
     """The choice for a product, from the first source that has one which can run."""
-    name = _forced[-1][0] if _forced else os.environ.get("TWOFOUR_BACKEND")
+    name = forced()
     if name:
-        if name not in BACKENDS:
-            raise InputError(f"there is no backend {name!r}.", hint=f"Choose one of: {', '.join(BACKENDS)}.")
         if reason := why_not(name, product):
             raise InputError(f"the backend {name} cannot run {product.key}: {reason}.")
         known = [c for c in _known(product) if c.backend == name]
@@ -172,7 +187,7 @@ def choose(product: Product) -> Choice:
 
 def choose_gated(product: Product) -> Choice | None:
     """How a product and the activation after it run as one kernel; None if they must be two."""
-    name = _forced[-1][0] if _forced else os.environ.get("TWOFOUR_BACKEND")
+    name = forced()
     if (name or "hopper") != "hopper" or product.n % 8 or why_not("hopper", product):
         return None
     for choice in _known(product):
@@ -288,8 +303,9 @@ def _launches(product: Product, choice: Choice) -> hopper_launch.Launches | ampe
     shape = (product.n, product.k, product.dtype)
     if choice.backend == "hopper":
         config = hopper.from_dict(choice.config)
-        return hopper_launch.Launches(*shape, config, product.device, product.activation)
-    return ampere.Launches(*shape, ampere.Config(**choice.config), product.device)
+        options = (product.activation, None, not product.fresh)
+        return hopper_launch.Launches(*shape, config, product.device, *options)
+    return ampere.Launches(*shape, ampere.Config(**choice.config), product.device, not product.fresh)
 
 
 def _in_two_steps(product: Product) -> Run:
@@ -334,6 +350,9 @@ def forget() -> None:
     _runs.clear()
     _dense_wins.clear()
     _forced_runs.clear()
+    from twofour.kernels import dispatch_codes
+
+    dispatch_codes.forget()
 
 
 library.impl("linear", linear, "CUDA")

@@ -1,8 +1,9 @@
-"""Hopper: the two kernels of cuda/*_sm90.cu, which read the packed tensors as they are.
+"""Hopper: the kernels of cuda/*_sm90.cu, which read the packed tensors as they are.
 
-`Decode` is for few tokens, `Prefill` for many; each describes how its kernel is compiled. The positions' row
-pitch must be a multiple of 16 bytes for the copy engine, so k must be a multiple of 128. Nothing is repacked
-(see hopper_launch.py for what is kept per layer).
+`Decode` is for few tokens, `Prefill` for many, `Prefill8` for many tokens where both operands are codes of 8
+bits; each describes how its kernel is compiled. The row pitch of positions must be a multiple of 16 bytes for
+the copy engine, so k must be a multiple of 128. Nothing is repacked (hopper_launch.py has what is kept per
+layer).
 
 Both can end with a gated activation: for a weight of two matrices, gate above beside,
 y = activate(x·gateᵀ) * (x·besideᵀ).
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -42,6 +44,8 @@ class Decode:
     grouped: int = 16
 
     kernel: ClassVar[str] = "decode"
+    source: ClassVar[str] = "decode"
+    value_bytes: ClassVar[int] = 128  # of a row, that one copy fetches
 
     @property
     def shared_bytes(self) -> int:
@@ -80,6 +84,17 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class Decode8(Decode):
+    """Few tokens, both operands of 8 bits: a tile of as many bytes has twice the columns."""
+
+    kernel: ClassVar[str] = "decode8"
+
+    @property
+    def stage_bytes(self) -> int:
+        return 64 * self.warpgroups * (self.step // 2 + self.step // 8) + self.step * self.tokens
+
+
+@dataclass(frozen=True)
 class Prefill:
     """Many tokens: tokens a tile, warpgroups of 64 rows a block, blocks that share x, row blocks together."""
 
@@ -89,7 +104,9 @@ class Prefill:
     grouped: int = 8
 
     kernel: ClassVar[str] = "prefill"
-    step: ClassVar[int] = 128
+    source: ClassVar[str] = "prefill"
+    value_bytes: ClassVar[int] = 128
+    step: ClassVar[int] = 128  # columns a tile of the weight
     position_bytes: ClassVar[int] = 32
     e_stages: ClassVar[int] = 2
     gates: ClassVar[bool] = True
@@ -123,6 +140,28 @@ class Prefill:
         return min(row_units * tiles, resident) * self.cluster
 
 
+@dataclass(frozen=True)
+class Prefill8(Prefill):
+    """Many tokens, both operands of 8 bits."""
+
+    kernel: ClassVar[str] = "prefill8"
+    source: ClassVar[str] = "prefill8"
+    value_bytes: ClassVar[int] = 64
+    position_bytes: ClassVar[int] = 16
+
+    @property
+    def stages(self) -> int:
+        return min((_SHARED_BYTES - 1024 - _BARRIERS - 4096 * self.warpgroups) // self.stage_bytes, 10)
+
+    @property
+    def stage_bytes(self) -> int:
+        return 64 * self.warpgroups * (64 + self.position_bytes) + 128 * self.tokens
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes + 1024
+
+
 Config = Decode | Prefill
 
 
@@ -131,7 +170,8 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(options: dict[str, Any]) -> Config:
-    kind = {"decode": Decode, "prefill": Prefill}[options.get("kernel", "decode")]
+    kinds = {kind.kernel: kind for kind in (Decode, Decode8, Prefill, Prefill8)}
+    kind = kinds[options.get("kernel", "decode")]
     return kind(**{name: value for name, value in options.items() if name != "kernel"})
 
 
@@ -156,6 +196,29 @@ def configs(tokens: int, n: int = 8) -> list[Config]:
     few: list[Config] = list(_decode_configs(tokens)) if small or n % 8 else []
     many: list[Config] = list(_prefill_configs(tokens)) if tokens > 64 and n % 8 == 0 else []
     return list(dict.fromkeys(few + many))
+
+
+def configs8(tokens: int, n: int = 8) -> list[Decode8 | Prefill8]:
+    """Candidates for products of codes."""
+    few: list[Decode8 | Prefill8] = []
+    if tokens <= 256 or n % 8:
+        room = _room(tokens)
+        for resident, warpgroups, split, step in itertools.product((2, 1), (1, 2, 4), (1, 2, 4), (256, 512)):
+            few += [c] if (c := _fit8(room, warpgroups, split, step, resident)) else []
+    if tokens <= 32 or n % 8:
+        return list(dict.fromkeys(few))
+    # With more than two warpgroups the scales do not fit the registers.
+    many = [Prefill8(**asdict(config)) for config in _prefill_configs(tokens) if config.warpgroups == 2]
+    return [*dict.fromkeys(few), *many]
+
+
+def guess8(n: int, k: int, tokens: int, processors: int = 132) -> Decode8 | Prefill8:
+    """As `guess` for products of codes, which take half the bytes and half the cycles."""
+    few = guess(n, k, tokens, processors)
+    if isinstance(few, Decode):
+        fitted = _fit8(few.tokens, few.warpgroups, few.split, 2 * few.step, 1)
+        return fitted or _fit8(few.tokens, few.warpgroups, few.split, 256, 1) or configs8(tokens, n)[0]
+    return Prefill8(**{**asdict(few), "warpgroups": 2} if few.warpgroups == 2 else {"tokens": 256})
 
 
 def guess(n: int, k: int, tokens: int, processors: int = 132, gated: bool = False) -> Config:
@@ -232,32 +295,64 @@ def _room(tokens: int) -> int:
 
 def _fit(room: int, warpgroups: int, split: int, step: int, resident: int) -> Decode | None:
     """The configuration with as many stages as `resident` blocks have memory for, None if they do not fit."""
+    return _fit_of(Decode, room, warpgroups, split, step, resident)
+
+
+def _fit8(room: int, warpgroups: int, split: int, step: int, resident: int) -> Decode8 | None:
+    return _fit_of(Decode8, room, warpgroups, split, step, resident)
+
+
+_Kind = TypeVar("_Kind", bound=Decode)
+
+
+def _fit_of(
+    kind: type[_Kind], room: int, warpgroups: int, split: int, step: int, resident: int
+) -> _Kind | None:
     registers = 65536 // resident // (128 * warpgroups + 32)
-    one = Decode(room, warpgroups, split, step, 1)
+    one = kind(room, warpgroups, split, step, 1)
     stages = (_SHARED_BYTES // resident - one.shared_bytes) // one.stage_bytes + 1
     if stages < 2 or room // 2 + 48 > min(registers, 255) or (room // 2) % split:
         return None
-    return Decode(room, warpgroups, split, step, min(stages, 16))
+    return kind(room, warpgroups, split, step, min(stages, 16))
 
 
-def source(config: Config, dtype: torch.dtype, activation: str | None = None) -> str:
-    """The CUDA source with its constants, and the one instruction whose operands depend on them."""
-    kind = "f16" if dtype == torch.float16 else "bf16"
+#: Types as the kernels number them, as the instruction names sums and operands, and the sums' registers.
+_TYPES = {
+    torch.bfloat16: (0, "f32.bf16.bf16", "f"),
+    torch.float16: (0, "f32.f16.f16", "f"),
+    torch.float8_e4m3fn: (1, "f32.e4m3.e4m3", "f"),
+    torch.int8: (2, "s32.s8.s8", "r"),
+}
+
+
+def source(
+    config: Config, dtype: torch.dtype, activation: str | None = None, codes: torch.dtype | None = None
+) -> str:
+    """The CUDA source with its constants, and the one instruction whose operands depend on them.
+
+    `dtype` is that of the output, and of everything where there are no codes.
+    """
+    number, kind, register = _TYPES[codes or dtype]
     count = config.tokens // 2
     sums = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"((d)[{i}])' for i in range(count))
+    outputs = ", ".join(f'"+{register}"((d)[{i}])' for i in range(count))
+    # Add to the sums; leave the signs of both operands, and the order of their elements, as they are.
+    flags = {0: "1, 1, 1, 0, 0", 1: "1, 1, 1", 2: "1"}[number]
     instruction = (
-        f"wgmma.mma_async.sp.sync.aligned.m64n{config.tokens}k32.f32.{kind}.{kind} "
-        f"{{{sums}}}, %{count}, %{count + 1}, %{count + 2}, %{count + 3}, 1, 1, 1, 0, 0;"
+        f"wgmma.mma_async.sp.sync.aligned.m64n{config.tokens}k{64 if number else 32}.{kind} "
+        f"{{{sums}}}, %{count}, %{count + 1}, %{count + 2}, %{count + 3}, {flags};"
     )
     constants = {
         "TOKENS": config.tokens,
         "WARPGROUPS": config.warpgroups,
         "FP16": int(dtype == torch.float16),
         "GATED": ACTIVATIONS[activation],
+        "CODES": number,
     }
     if isinstance(config, Decode):
         constants |= {"SPLIT": config.split, "STEP": config.step, "STAGES": config.stages}
+    elif isinstance(config, Prefill8):
+        constants |= {"CLUSTER": config.cluster, "STAGES": config.stages}
     else:
         constants |= {
             "CLUSTER": config.cluster,
@@ -265,19 +360,24 @@ def source(config: Config, dtype: torch.dtype, activation: str | None = None) ->
             "B_STAGES": config.b_stages,
             "E_STAGES": config.e_stages,
         }
+    tiles = () if isinstance(config, Decode) else ("tiles_sm90.cuh",)
     return (
         "".join(f"#define {name} {value}\n" for name, value in constants.items())
         + f'#define WGMMA(d, a, b, e, selector) asm volatile("{instruction}" '
         + f': {outputs} : "l"(a), "l"(b), "r"(e), "n"(selector))\n'
-        + cuda_text("common.cuh", "sm90.cuh", f"{config.kernel}_sm90.cu")
+        + cuda_text("common.cuh", "sm90.cuh", *tiles, f"{config.source}_sm90.cu")
     )
 
 
 def compile_all(
-    configs: list[Config], dtype: torch.dtype, device: torch.device, activation: str | None = None
+    configs: Sequence[Config],
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: str | None = None,
+    codes: torch.dtype | None = None,
 ) -> None:
     """Compile what is not in the cache yet, on all cores at once: one after another takes minutes."""
     if why_not(device, dtype, 128, 128) is None:
-        sources = list(dict.fromkeys(source(c, dtype, activation) for c in configs))
+        sources = list(dict.fromkeys(source(c, dtype, activation, codes) for c in configs))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda text: nvrtc.compile_source(text, ARCHITECTURE), sources))

@@ -18,8 +18,14 @@ from torch import Tensor
 from twofour.kernels import nvrtc
 from twofour.kernels.hopper import ARCHITECTURE, Config, source
 
-_ELEMENT = {torch.float16: 6, torch.bfloat16: 9, torch.uint8: 0}  # CUtensorMapDataType
-_SWIZZLE_128 = 3
+_ELEMENT = {
+    torch.float16: 6,
+    torch.bfloat16: 9,
+    torch.uint8: 0,
+    torch.int8: 0,
+    torch.float8_e4m3fn: 0,
+}  # CUtensorMapDataType
+_SWIZZLE_64, _SWIZZLE_128 = 2, 3
 _KEPT_LAUNCHES = 4096  # of one shape: more than any model has layers, few enough to forget a lost model's
 
 
@@ -51,13 +57,21 @@ class Launches:
         config: Config,
         device: int,
         activation: str | None = None,
+        codes: torch.dtype | None = None,
+        early: bool = True,
     ) -> None:
-        self.n, self.k, self.dtype, self.config, self.device = n, k, dtype, config, device
+        """`early`: the kernel asks for the weight before the kernel before it has ended."""
+        self.n, self.k, self.config, self.device, self.early = n, k, config, device, early
+        self.dtype = codes or dtype  # of both operands
         self.gated = activation is not None
         if self.gated and not (config.gates and n % 8 == 0):
             raise ValueError(f"{config} cannot end in a gated activation of {n} features")
         self.function = nvrtc.load(
-            source(config, dtype, activation), ARCHITECTURE, config.kernel, config.shared_bytes, device
+            source(config, dtype, activation, codes),
+            ARCHITECTURE,
+            config.source,
+            config.shared_bytes,
+            device,
         )
         self.threads = 128 * config.warpgroups + 32
         self.resident = nvrtc.resident_clusters(
@@ -65,7 +79,16 @@ class Launches:
         )
         self.by_address: dict[tuple[int, int], _Launch] = {}
 
-    def run(self, x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def run(
+        self,
+        x: Tensor,
+        values: Tensor,
+        meta: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        row_scale: Tensor | None = None,
+        token_scale: Tensor | None = None,
+    ) -> None:
         """The hot path: microseconds of host time count."""
         key = (values.data_ptr(), meta.data_ptr())
         launch = self.by_address.get(key)
@@ -74,6 +97,8 @@ class Launches:
                 self.by_address.clear()
             launch = self.by_address[key] = _Launch(self, *key)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
+        if row_scale is not None and token_scale is not None:
+            launch.pointers[2], launch.pointers[3] = row_scale.data_ptr(), token_scale.data_ptr()
         launch(x.data_ptr(), x.shape[0], out.data_ptr(), 0 if bias is None else bias.data_ptr(), stream)
 
 
@@ -93,20 +118,24 @@ class _Launch:
         self.lock = threading.Lock()
         self.memory = ctypes.create_string_buffer(4 * 128)
         maps = -(-ctypes.addressof(self.memory) // 128) * 128
-        _describe_rows(maps, dtype, values, n, k // 2, k, 64, rows, _SWIZZLE_128, of.gated)
+        swizzle = _SWIZZLE_64 if config.value_bytes == 64 else _SWIZZLE_128
+        box, pitch = config.value_bytes // dtype.itemsize, k // 2 * dtype.itemsize
+        _describe_rows(maps, dtype, values, n, k // 2, pitch, box, rows, swizzle, of.gated)
         _describe_rows(
             maps + 128, torch.uint8, meta, n, k // 8, k // 8, config.position_bytes, rows, 0, of.gated
         )
-        self.pointers = (ctypes.c_uint64 * 2)()  # y, bias
+        self.pointers = (ctypes.c_uint64 * 4)()  # y, bias, scales of rows and of tokens
         self.config, self.room, self.resident = config, config.tokens, of.resident
         self.row_units = config.row_units(2 * n if of.gated else n)
         # n, tokens, steps, units of rows, tiles of tokens, units of rows that share the cache
         self.numbers = (ctypes.c_int * 6)(n, 0, -(-k // config.step), self.row_units, 1, config.grouped)
         at, number = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
-        where = [maps, maps + 128, maps + 256, at, at + 8, *range(number, number + 24, 4)]
+        where = [maps, maps + 128, maps + 256, at, at + 8, *range(number, number + 24, 4), at + 16, at + 24]
         self.arguments = (ctypes.c_void_p * len(where))(*where)
         self.describe_x = _x_describer(maps + 256, dtype, k, config.x_box)
-        self.run = nvrtc.launcher(of.function, of.threads, config.shared_bytes, self.arguments)
+        self.run = nvrtc.launcher(
+            of.function, of.threads, config.shared_bytes, self.arguments, early=of.early
+        )
 
     def __call__(self, x: int, tokens: int, out: int, bias: int, stream: int) -> None:
         tiles = -(-tokens // self.room)
@@ -121,8 +150,8 @@ class _Launch:
 def _x_describer(at: int, dtype: torch.dtype, k: int, box_tokens: int) -> Any:
     """A call (address, tokens) that describes x at `at`, with all that does not change made once."""
     encode = nvrtc.driver().cuTensorMapEncodeTiled
-    sizes, pitch = (ctypes.c_uint64 * 2)(k, 0), (ctypes.c_uint64 * 1)(2 * k)
-    box, ones = (ctypes.c_uint32 * 2)(64, box_tokens), (ctypes.c_uint32 * 2)(1, 1)
+    sizes, pitch = (ctypes.c_uint64 * 2)(k, 0), (ctypes.c_uint64 * 1)(dtype.itemsize * k)
+    box, ones = (ctypes.c_uint32 * 2)(128 // dtype.itemsize, box_tokens), (ctypes.c_uint32 * 2)(1, 1)
     target, address_of_x, last = ctypes.c_void_p(at), ctypes.c_void_p(), (0, 0)
     element, swizzle = _ELEMENT[dtype], _SWIZZLE_128
 

@@ -140,7 +140,9 @@ def load(source: str, architecture: str, name: str, shared_bytes: int, device_in
         check(
             driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction"
         )
-        if shared_bytes > 48 << 10:
+        if (
+            shared_bytes
+        ):  # what the kernel declares itself counts too, so the limit may be less than 48 KB away
             status = driver().cuFuncSetAttribute(function, _SHARED_MEMORY_LIMIT, shared_bytes)
             check(status, "cuFuncSetAttribute")
     return function

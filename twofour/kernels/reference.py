@@ -90,6 +90,18 @@ def gated_linear(
     return gate(linear(x, values, meta, scale, bias, columns), activation)
 
 
+def quantized_gated_linear(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    columns: int,
+    activation: str,
+) -> Tensor:
+    return gate(quantized_linear(x, values, meta, scale, bias, columns), activation)
+
+
 def gate(both: Tensor, activation: str) -> Tensor:
     """activate(first half of the features) * second half."""
     first, second = both.chunk(2, dim=-1)
@@ -119,5 +131,6 @@ def unpack_weight(
 library.impl("linear", linear, "CompositeExplicitAutograd")
 library.impl("gated_linear", gated_linear, "CompositeExplicitAutograd")
 library.impl("quantized_linear", quantized_linear, "CompositeExplicitAutograd")
+library.impl("quantized_gated_linear", quantized_gated_linear, "CompositeExplicitAutograd")
 library.impl("linear_input_grad", linear_input_grad, "CompositeExplicitAutograd")
 library.impl("unpack", unpack_weight, "CompositeExplicitAutograd")

@@ -1,7 +1,7 @@
 """Fewer, larger kernels: layers that get the same input become one, and a gated MLP's activation its end.
 
     fuse_(model)      q, k and v become one product; gate, up and the activation between them one kernel;
-                      every RMSNorm one kernel (see fuse_norm.py)
+                      every RMSNorm one kernel (see fuse_norm.py), and every rotary embedding (fuse_rope.py)
     unfuse_(model)    as it was
 
 The rows of packed matrices simply concatenate, so nothing is repacked and no memory is added. What belongs
@@ -28,7 +28,9 @@ from twofour.errors import InputError
 from twofour.kernels.reference import ACTIVATIONS
 from twofour.kernels.reference import gate as gate_reference
 from twofour.nn.fuse_norm import FusedNorm, as_fused_norm
+from twofour.nn.fuse_rope import fuse_rope_, unfuse_rope_
 from twofour.nn.modules import SparseLinear, watched
+from twofour.nn.quantized import QuantizedLinear
 from twofour.packed import Packed24
 
 #: How far a fused MLP may be from the module it replaces, relative. A wrong guess is off by about 1.
@@ -36,19 +38,44 @@ TOLERANCE = 0.05
 
 
 @torch.no_grad()
-def fuse_(model: nn.Module, example: Any = None) -> int:
+def fuse_(model: nn.Module, example: Any = None) -> Fused:
     """Fuse what can be fused, in place, for inference; how many layers were taken together.
 
     `example` is what the model is called with once (see `twofour.calibrate.examples`), to see which layers
-    share an input. A transformers model needs none. In a dense model only the norms are fused.
+    share an input. A transformers model needs none. In a dense model the norms and the rotary embeddings are
+    fused, and nothing else.
     """
+    norms = 0
     for path, module in list(model.named_modules()):
         norm = as_fused_norm(module)
         if norm is not None and path:
             model.set_submodule(path, norm)
+            norms += 1
+    rotary, left = fuse_rope_(model)
     before = len(_separate(model))
-    if not before:
-        return 0
+    if before:
+        _fuse_products(model, example)
+    return Fused(before - len(_separate(model)), norms, rotary, left)
+
+
+class Fused(int):
+    """How many packed layers `fuse_` took together, and beside that number:
+
+    norms, rotary   how many norms and rotary embeddings are one kernel each since then
+    left            attention modules that keep their rotary embedding as it is, by name, and why
+    """
+
+    norms: int
+    rotary: int
+    left: dict[str, str]
+
+    def __new__(cls, layers: int, norms: int, rotary: int, left: dict[str, str]) -> Fused:
+        made = super().__new__(cls, layers)
+        made.norms, made.rotary, made.left = norms, rotary, left
+        return made
+
+
+def _fuse_products(model: nn.Module, example: Any) -> None:
     seen = _inputs(model, example)
     for path, module in list(model.named_modules()):
         fused = _as_gated_mlp(module, seen)
@@ -57,12 +84,12 @@ def fuse_(model: nn.Module, example: Any = None) -> int:
     for module in list(model.modules()):
         if not isinstance(module, GatedMLP):
             _share_inputs(module, seen)
-    return before - len(_separate(model))
 
 
 def unfuse_(model: nn.Module) -> nn.Module:
     """Undo `fuse_`."""
     for path, module in list(model.named_modules()):
+        unfuse_rope_(module)
         if isinstance(module, GatedMLP | FusedNorm):
             model.set_submodule(path, module.separate())
         elif isinstance(module, SharedInput):
@@ -82,7 +109,8 @@ class FusedLinear(SparseLinear):
         rows = sum(part.out_features for part in parts)
         has_bias = any(part.bias is not None for part in parts)
         name = " + ".join(part.layer.name for part in parts)
-        super().__init__(first.in_features, rows, has_bias, name=name, memory=first.memory, device="meta")
+        options: dict[str, Any] = {"memory": first.memory, "scheme": first.scheme, "device": "meta"}
+        super().__init__(first.in_features, rows, has_bias, name=name, **options)
         self.names = list(layers)
         self.sizes = [part.out_features for part in parts]
         self.layer_names = [part.layer.name for part in parts]
@@ -95,7 +123,7 @@ class FusedLinear(SparseLinear):
         )
         bias = None
         if has_bias:
-            zeros = [packed.values.new_zeros(part.out_features) for part in parts]
+            zeros = [first._own.new_zeros(part.out_features) for part in parts]
             bias = torch.cat([z if p.bias is None else p.bias for z, p in zip(zeros, parts, strict=True)])
         self._has_bias = [part.bias is not None for part in parts]
         self._set_packed(packed, bias)
@@ -106,13 +134,12 @@ class FusedLinear(SparseLinear):
         """The layers that this one was made of."""
         made = []
         for i, (start, stop) in enumerate(self.ranges):
-            layer = SparseLinear(
-                self.in_features,
-                stop - start,
-                self._has_bias[i],
-                name=self.layer_names[i],
-                memory=self.memory,
-                device="meta",
+            options: dict[str, Any] = {"name": self.layer_names[i], "memory": self.memory, "device": "meta"}
+            shape = (self.in_features, stop - start, self._has_bias[i])
+            layer = (
+                SparseLinear(*shape, **options)
+                if self.scheme is None
+                else QuantizedLinear(*shape, scheme=self.scheme, **options)
             )
             scale = None if self.weight_scale is None else self.weight_scale[start:stop].clone()
             values, meta = self.weight_values[start:stop].clone(), self.weight_meta[start:stop].clone()
@@ -233,10 +260,14 @@ def gated(layer: SparseLinear, x: Tensor, activation: str) -> Tensor:
     if layer.uses_dense(x) or (torch.is_grad_enabled() and x.requires_grad):
         return gate_reference(layer(x), activation)
     packed = (layer.weight_values, layer.weight_meta, layer.weight_scale, layer.bias)
-    arguments = (x, *packed, layer.in_features, activation, layer.compressed_weight)
-    if x.is_cuda and type(x) is Tensor and not watched():
-        return kernels.dispatch.gated_linear(*arguments)
-    return ops.gated_linear(*arguments)
+    arguments: tuple[Any, ...] = (x, *packed, layer.in_features, activation)
+    direct = x.is_cuda and type(x) is Tensor and not watched()
+    if layer.rounds_activations:
+        own = kernels.dispatch_codes.quantized_gated_linear if direct else ops.quantized_gated_linear
+        return own(*arguments)
+    plain: Any = kernels.dispatch.gated_linear if direct else ops.gated_linear
+    gated_sums: Tensor = plain(*arguments, layer.compressed_weight)
+    return gated_sums
 
 
 def _separate(model: nn.Module) -> list[nn.Module]:
@@ -324,8 +355,9 @@ def _share_inputs(parent: nn.Module, seen: dict[nn.Module, Tensor]) -> None:
 def _alike(layers: list[SparseLinear]) -> bool:
     """Whether the layers' tensors can be put below each other."""
     first = layers[0]
-    return type(first) is SparseLinear and all(
-        type(other) is SparseLinear
+    return type(first) in (SparseLinear, QuantizedLinear) and all(
+        type(other) is type(first)
+        and other.scheme == first.scheme
         and other.in_features == first.in_features
         and other.weight_values.dtype == first.weight_values.dtype
         and other.weight_values.device == first.weight_values.device

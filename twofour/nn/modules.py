@@ -95,6 +95,11 @@ class PackedModule(nn.Module):
         return Packed24(self.weight_values, self.weight_meta, self.layer.columns, self.weight_scale)
 
     @property
+    def rounds_activations(self) -> bool:
+        """Whether the inputs are rounded as the weight is, so that codes are multiplied with codes."""
+        return self.scheme is not None and self.scheme.rounds_activations
+
+    @property
     def weight(self) -> Tensor:
         """The dense weight, to read: some models look at it (T5 at its dtype, Mamba multiplies with it)."""
         return self.unpacked() if self.dense_weight is None else self.dense_weight
@@ -137,6 +142,8 @@ class PackedModule(nn.Module):
             self._compress()
 
     def _keeps_dense(self, device: str) -> bool:
+        if self.rounds_activations:
+            return False  # the product is one of codes
         if device == "cuda":
             return self.memory == "fast" and self._dense_pays()
         return self.memory == "fast" or (device == "cpu" and self._memory_to_spare())
@@ -247,7 +254,7 @@ class SparseLinear(PackedModule):
     def _dense_pays(self) -> bool:
         values = self.weight_values
         if self.weight_scale is not None:
-            return True
+            return False  # codes are fewer bytes for few tokens, and are widened for many
         return kernels.dispatch.worth_keeping_dense(
             self.out_features, self.in_features, values.dtype, values.device.index
         )
@@ -269,14 +276,19 @@ class SparseLinear(PackedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self._input(x)
+        if self.rounds_activations:
+            assert self.weight_scale is not None
+            packed = (self.weight_values, self.weight_meta, self.weight_scale)
+            if may_skip_operator(x):
+                return kernels.dispatch_codes.quantized_linear(x, *packed, self.bias, self.in_features)
+            return ops.quantized_linear(x, *packed, self.bias, self.in_features)
         if self.uses_dense(x):
             return F.linear(x, self.weight, self.bias)
         arguments = (
             *(x, self.weight_values, self.weight_meta, self.weight_scale, self.bias),
             *(self.in_features, self.compressed_weight),
         )
-        # Without gradients or tracing there is nothing that the operator adds to its kernel but 10 µs.
-        if x.is_cuda and type(x) is Tensor and not torch.is_grad_enabled() and not watched():
+        if may_skip_operator(x):
             return kernels.dispatch.linear(*arguments)
         return ops.linear(*arguments)
 
@@ -335,6 +347,11 @@ class SparseConv2d(PackedModule):
             f"{channels}, {out}, kernel_size={tuple(kernel)}, stride={self.stride}, padding={self.padding}, "
             f"bias={self.bias is not None}, memory={self.memory}"
         )
+
+
+def may_skip_operator(x: Tensor) -> bool:
+    """Without gradients or tracing there is nothing that an operator adds to its kernel but 10 µs."""
+    return x.is_cuda and type(x) is Tensor and not torch.is_grad_enabled() and not watched()
 
 
 def watched() -> bool:

@@ -3,9 +3,9 @@
 It holds the same plain tensors, with `weight_scale` beside them: `weight_values` are the codes, and the dtype
 of the scales is that of the layer: `.to(dtype)` converts them (exactly) and the bias, never the codes.
 
-Where the scheme leaves activations alone, it is a `SparseLinear` whose weight is dequantized; `memory` is as
-there. Where it rounds them, the product is one of codes, and nothing is kept beside the packed form. There
-are no GPU kernels for either yet: on a GPU it runs through the reference, which saves memory and no time.
+Where the scheme leaves activations alone, it is a `SparseLinear` whose weight is dequantized on a CPU;
+`memory` is as there. Where it rounds them, the product is one of codes, and nothing is kept beside the packed
+form. On a GPU nothing is kept in either case, and few tokens are never rounded (kernels/dispatch_codes.py).
 
 A convolution is a `SparseConv2d` with codes. It never rounds its activations.
 """
@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from twofour import ops
 from twofour.nn.modules import Memory, PackedModule, SparseConv2d, SparseLinear
 from twofour.packed import Packed24
 from twofour.quantize.schemes import Scheme
@@ -38,16 +37,6 @@ class QuantizedLinear(SparseLinear):
         self, in_features: int, out_features: int, bias: bool = True, *, scheme: Scheme, **options: Any
     ) -> None:
         super().__init__(in_features, out_features, bias, scheme=scheme, **options)
-
-    def _keeps_dense(self, device: str) -> bool:
-        return not self.scheme.rounds_activations and super()._keeps_dense(device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.scheme.rounds_activations:
-            return super().forward(x)
-        assert self.weight_scale is not None
-        packed = (self.weight_values, self.weight_meta, self.weight_scale)
-        return ops.quantized_linear(self._input(x), *packed, self.bias, self.in_features)
 
     def extra_repr(self) -> str:
         group = f", group={self.scheme.group}" if self.scheme.group else ""

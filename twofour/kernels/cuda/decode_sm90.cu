@@ -1,4 +1,4 @@
-// y[tokens, n] = x[tokens, k] · Wᵀ (+ bias) for few tokens, W packed 2:4, 16 bit, on Hopper (sm_90a).
+// y[tokens, n] = x[tokens, k] · Wᵀ (+ bias) for few tokens, W packed 2:4, of 16 or 8 bits, on Hopper (sm_90a).
 //
 // Few tokens means that the time is the time to read W once, so everything serves that stream:
 // * W is read in the checkpoint's own row-major layout (values [n, k/2], positions [n, k/8]) by the tensor
@@ -13,16 +13,21 @@
 // With GATED, W is two matrices, a gate and the one beside it, and y = activate(x · gateᵀ) * (x · besideᵀ): their
 // rows come into shared memory in turns, eight of each, so that a thread has both sums of an output.
 //
-// Compiled per configuration: TOKENS (8…256), WARPGROUPS, SPLIT, STAGES, STEP, GATED and FP16 or bf16; WGMMA(…) is
+// With CODES, W and x are codes of 8 bits (1 e4m3, 2 int8), and every sum is multiplied by the scales of its row and of its
+// token. Counted in bytes all is the same then, with twice the columns, but for the positions.
+//
+// Compiled per configuration: TOKENS (8…256), WARPGROUPS, SPLIT, STAGES, STEP, GATED, CODES and FP16 or bf16; WGMMA(…) is
 // generated, sm90.cuh comes first. Tiles beyond the edges of W and x are filled with zeros by the copy engine, so any n, and any k
 // that is a multiple of 128, works; outputs beyond n or tokens are not written.
 
 constexpr int ROWS = 64 * WARPGROUPS;             // rows of W per block
 constexpr int CONSUMERS = 128 * WARPGROUPS;
-constexpr int A_BOX = ROWS * 128;                 // 64 values, that is 128 columns, of each row
-constexpr int A_BYTES = A_BOX * (STEP / 128);
-constexpr int B_BOX = TOKENS * 128;               // 64 columns of x
-constexpr int B_BYTES = B_BOX * (STEP / 64);
+constexpr int WIDE = CODES ? 128 : 64;            // elements in 128 bytes, a row of a tile in shared memory
+constexpr int A_BOX = ROWS * 128;                 // WIDE values of each row, that is twice as many columns
+constexpr int A_BYTES = A_BOX * (STEP / (2 * WIDE));
+constexpr int B_BOX = TOKENS * 128;               // WIDE columns of x
+constexpr int B_BYTES = B_BOX * (STEP / WIDE);
+constexpr int PLACES = STEP / 64;                 // words of positions a thread has of a tile
 constexpr int E_PITCH = STEP / 8;                 // bytes of positions a row
 constexpr int E_BYTES = ROWS * E_PITCH;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + E_BYTES;
@@ -42,11 +47,12 @@ __device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int x, i
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
 decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
        const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n,
-       int tokens, int steps, int blocks, int tiles, int grouped) {
+       int tokens, int steps, int blocks, int tiles, int grouped, const u16* __restrict__ row_scale,
+       const float* __restrict__ token_scale) {
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which address each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
-  float* gathered = (float*)(shared + STAGES * STAGE_BYTES);  // [SPLIT][SHARE][CONSUMERS]
+  Sum* gathered = (Sum*)(shared + STAGES * STAGE_BYTES);  // [SPLIT][SHARE][CONSUMERS]
   __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
 
   const int warp = threadIdx.x / 32;
@@ -85,16 +91,16 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
         const u32 barrier = shared_address(&full[s]), tile = shared_address(shared) + s * STAGE_BYTES;
         barrier_expect(barrier, STAGE_BYTES);
 #pragma unroll
-        for (int j = 0; j < STEP / 128; ++j)
-          copy_rows(tile + j * A_BOX, &values, step * (STEP / 2) + 64 * j, block, barrier, once);
+        for (int j = 0; j < STEP / (2 * WIDE); ++j)
+          copy_rows(tile + j * A_BOX, &values, step * (STEP / 2) + WIDE * j, block, barrier, once);
         copy_rows(tile + A_BYTES + B_BYTES, &positions, step * E_PITCH, block, barrier, once);
       };
       auto copy_x = [&](int i) {
         const int s = i % STAGES, step = first + i;
         const u32 barrier = shared_address(&full[s]), tile = shared_address(shared) + s * STAGE_BYTES + A_BYTES;
 #pragma unroll
-        for (int j = 0; j < STEP / 64; ++j)
-          copy_tile(tile + j * B_BOX, &x, step * STEP + 64 * j, first_token, barrier, often);
+        for (int j = 0; j < STEP / WIDE; ++j)
+          copy_tile(tile + j * B_BOX, &x, step * STEP + WIDE * j, first_token, barrier, often);
       };
       const int ahead = min(STAGES, count);
       for (int i = 0; i < ahead; ++i) copy_weights(i);
@@ -117,52 +123,67 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
   const int group = warp / 4, lane = threadIdx.x % 32;
   // This thread's rows of a 64-row tile, in the accumulators and in the positions alike: `row` and `row` + 8.
   const int row = 64 * group + 16 * (warp % 4) + lane / 4;
-  float sum[ACCUMULATORS];
+  Sum sum[ACCUMULATORS];
 #pragma unroll
-  for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0.f;
+  for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0;
 
   // One word of positions serves two steps of 32 columns: lanes 0 and 1 of a quad the first, 2 and 3 the
   // second. So a lane wants the 2 bytes of its 16 columns, of both its rows, in each 64 columns.
+  // Of 8 bits, a word serves one step of 64 columns: even lanes have the upper of their two rows, odd ones the lower,
+  // lanes 0 and 1 of a quad the first 32 columns, 2 and 3 the others.
   // wgmma reads these registers when it runs, not when it is issued: two sets take turns, and each is held
   // (the empty asm below) until the products that read it are done.
-  u32 even[STEP / 64] = {}, odd[STEP / 64] = {};
-  auto multiply = [&](int i, u32(&places)[STEP / 64], u32(&before)[STEP / 64]) {
+  u32 even[PLACES] = {}, odd[PLACES] = {};
+  auto hold = [&]() {
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; ++j) HOLD(sum[j]);
+  };
+  auto multiply = [&](int i, u32(&places)[PLACES], u32(&before)[PLACES]) {
     const int s = i % STAGES;
     barrier_wait(shared_address(&full[s]), (i / STAGES) & 1);
     const char* tile = shared + s * STAGE_BYTES;
+#if CODES
+    const char* e = tile + A_BYTES + B_BYTES + (row + lane % 2 * 8) * E_PITCH + lane / 2 % 2 * 4;
+#pragma unroll
+    for (int j = 0; j < PLACES; ++j) places[j] = *(const u32*)(e + 8 * j);
+#else
     const char* e = tile + A_BYTES + B_BYTES + row * E_PITCH + 2 * (lane % 4);
 #pragma unroll
-    for (int j = 0; j < STEP / 64; ++j)
+    for (int j = 0; j < PLACES; ++j)
       places[j] = *(const u16*)(e + 8 * j) | (u32) * (const u16*)(e + 8 * j + 8 * E_PITCH) << 16;
+#endif
     const u64 a = descriptor(shared_address(tile) + group * 64 * 128);
     const u64 b = descriptor(shared_address(tile) + A_BYTES);
-#pragma unroll
-    for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j])::"memory");
+    hold();
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    // 32 columns are 16 values = 32 bytes of A and 64 bytes of x; descriptors count in units of 16 bytes.
+    // A product takes 32 bytes of A and 64 bytes of x; descriptors count in units of 16 bytes.
 #pragma unroll
-    for (int j = 0; j < STEP / 64; ++j) {
-      const u64 a64 = a + (j / 2) * (A_BOX >> 4) + 4 * (j % 2), b64 = b + j * (B_BOX >> 4);
-      WGMMA(sum, a64, b64, places[j], 0);
-      WGMMA(sum, a64 + 2, b64 + 4, places[j], 1);
+    for (int j = 0; j < STEP / WIDE; ++j) {
+      const u64 a_here = a + (j / 2) * (A_BOX >> 4) + 4 * (j % 2), b_here = b + j * (B_BOX >> 4);
+#if CODES
+      WGMMA(sum, a_here, b_here, places[2 * j], 0);
+      WGMMA(sum, a_here + 2, b_here + 4, places[2 * j + 1], 0);
+#else
+      WGMMA(sum, a_here, b_here, places[j], 0);
+      WGMMA(sum, a_here + 2, b_here + 4, places[j], 1);
+#endif
     }
     // One tile's products stay in flight while the next tile is prepared; those of the tile before are done.
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+    hold();
 #pragma unroll
-    for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j])::"memory");
-#pragma unroll
-    for (int j = 0; j < STEP / 64; ++j) asm volatile("" : "+r"(before[j]), "+r"(places[j])::"memory");
+    for (int j = 0; j < PLACES; ++j) asm volatile("" : "+r"(before[j]), "+r"(places[j])::"memory");
     if (i >= PENDING && threadIdx.x % 128 == 0) barrier_arrive(shared_address(&empty[(i - PENDING) % STAGES]));
   };
-  for (int i = 0; i < count; i += 2) {
+  for (int i = 0; i + 1 < count; i += 2) {
     multiply(i, even, odd);
-    if (i + 1 < count) multiply(i + 1, odd, even);
+    multiply(i + 1, odd, even);
   }
+  if (count % 2) multiply(count - 1, even, odd);  // in the loop, the compiler would not let products stay in flight
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  hold();
 #pragma unroll
-  for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j])::"memory");
-#pragma unroll
-  for (int j = 0; j < STEP / 64; ++j) asm volatile("" : "+r"(even[j]), "+r"(odd[j])::"memory");
+  for (int j = 0; j < PLACES; ++j) asm volatile("" : "+r"(even[j]), "+r"(odd[j])::"memory");
 
   if (SPLIT > 1) {
     cluster_wait();  // all blocks have started, so their shared memory is there
@@ -174,41 +195,49 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
       asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(to));
 #pragma unroll
       for (int j = 0; j < SHARE; ++j)
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there + j * CONSUMERS * 4), "f"(sum[to * SHARE + j])
-                     : "memory");
+        STORE_IN_CLUSTER(there + j * CONSUMERS * 4, sum[to * SHARE + j]);
     }
     cluster_arrive();
     cluster_wait();
 #pragma unroll
     for (int j = 0; j < SHARE; ++j) {
-      float total = 0.f;
+      Sum total = 0;
 #pragma unroll
       for (int from = 0; from < SPLIT; ++from) total += gathered[(from * SHARE + j) * CONSUMERS + threadIdx.x];
       sum[j] = total;
     }
   }
 
+  // Of accumulator j of the tile: its token, and the scale of that.
+  auto token_of = [&](int j) { return first_token + 8 * (j / 4) + 2 * (lane % 4) + j % 2; };
+  auto scale_of = [&](int token) { return CODES && token < tokens ? token_scale[token] : 1.f; };
 #if GATED
   static_assert(SHARE % 4 == 0, "a block finishes both sums of an output");
   const int at = block * (ROWS / 2) + 32 * group + 8 * (warp % 4) + lane / 4;
   const float low = bias && at < n ? from_16_bit(bias[at]) : 0.f;
   const float high = bias && at < n ? from_16_bit(bias[n + at]) : 0.f;
+  const float low_scale = CODES && at < n ? from_16_bit(row_scale[at]) : 1.f;
+  const float high_scale = CODES && at < n ? from_16_bit(row_scale[n + at]) : 1.f;
 #pragma unroll
   for (int i = 0; i < SHARE; ++i) {
     if (i % 4 > 1) continue;  // beside, used with its gate
-    const int j = rank * SHARE + i, token = first_token + 8 * (j / 4) + 2 * (lane % 4) + j % 2;
-    const float out = activate(sum[i] + low) * (sum[i + 2] + high);
+    const int token = token_of(rank * SHARE + i);
+    const float scale = scale_of(token);
+    const float out = activate(sum[i] * (scale * low_scale) + low) * (sum[i + 2] * (scale * high_scale) + high);
     if (token < tokens && at < n) y[(long long)token * n + at] = to_16_bit(out);
   }
 #else
   const int at = block * ROWS + row;
   const float low = bias && at < n ? from_16_bit(bias[at]) : 0.f;
   const float high = bias && at + 8 < n ? from_16_bit(bias[at + 8]) : 0.f;
+  const float low_scale = CODES && at < n ? from_16_bit(row_scale[at]) : 1.f;
+  const float high_scale = CODES && at + 8 < n ? from_16_bit(row_scale[at + 8]) : 1.f;
 #pragma unroll
   for (int i = 0; i < SHARE; ++i) {
-    const int j = rank * SHARE + i;  // which accumulator of the tile this is
-    const int token = first_token + 8 * (j / 4) + 2 * (lane % 4) + j % 2, here = at + (j % 4 < 2 ? 0 : 8);
-    if (token < tokens && here < n) y[(long long)token * n + here] = to_16_bit(sum[i] + (j % 4 < 2 ? low : high));
+    const int j = rank * SHARE + i, token = token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
+    const float scale = scale_of(token) * (j % 4 < 2 ? low_scale : high_scale);
+    if (token < tokens && here < n)
+      y[(long long)token * n + here] = to_16_bit(sum[i] * scale + (j % 4 < 2 ? low : high));
   }
 #endif
 }

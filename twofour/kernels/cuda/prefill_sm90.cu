@@ -10,66 +10,16 @@
 // * Two products of 32 columns stay in flight per warpgroup while the next two are issued; the positions of the
 //   next tile of W are fetched under the products of this one.
 // * Blocks stay (one a multiprocessor) and take tile after tile: while a tile's sums are rounded and written, the
-//   first stages of the next one arrive. Each warp turns its sums from rows to tokens through a kilobyte of
-//   shared memory of its own (stmatrix transposes on the way), so that 16 bytes at a time leave for y.
+//   first stages of the next one arrive.
 //
 // Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, A_STAGES, B_STAGES, E_STAGES, GATED (see decode_sm90.cu) and FP16 or
-// bf16; WGMMA(…) is generated, sm90.cuh comes first. n must be a multiple of 8, k of 128.
+// bf16; WGMMA(…) is generated, tiles_sm90.cuh comes first. n must be a multiple of 8, k of 128.
 
-constexpr int ROWS = 64 * WARPGROUPS;
-constexpr int CONSUMERS = 128 * WARPGROUPS;
 constexpr int A_BYTES = ROWS * 128;               // 64 values, that is 128 columns, of each row
 constexpr int E_PITCH = 32;                       // bytes of positions of 256 columns
 constexpr int E_BYTES = ROWS * E_PITCH;
 constexpr int B_STAGE = TOKENS * 128;             // 64 columns of x
 constexpr int B_PART = B_STAGE / CLUSTER;         // what one block of the cluster fetches
-constexpr int ACCUMULATORS = TOKENS / 2;
-
-// Which rows and tokens a cluster's unit of work is: units that run at the same time lie in `grouped` sets of rows
-// and neighbouring tiles of tokens, so that what they read is still in the cache for each other.
-struct Unit {
-  int rows, token;
-  __device__ __forceinline__ Unit(int unit, int sets, int tiles, int grouped, int rank) {
-    const int first = unit / (grouped * tiles) * grouped, height = min(grouped, sets - first);
-    rows = (first + unit % (grouped * tiles) % height) * CLUSTER + rank;
-    token = unit % (grouped * tiles) / height * TOKENS;
-  }
-};
-
-// Which buffer of a ring is next, and in which state its barrier is then.
-template <int STAGES>
-struct Ring {
-  int stage = 0, phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, phase ^= 1;
-  }
-  __device__ __forceinline__ int before() const { return stage ? stage - 1 : STAGES - 1; }
-};
-
-// The half of a descriptor that depends on the address, and the whole of it.
-__device__ __forceinline__ u32 low_word(u32 address) { return (u32)descriptor(address); }
-__device__ __forceinline__ u64 full_descriptor(u32 low) {
-  u64 out;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(out) : "r"(low), "r"((u32)(descriptor(0) >> 32)));
-  return out;
-}
-
-// Four 8×8 matrices to shared memory, their columns as rows of 16 bytes at the addresses that the lanes give.
-__device__ __forceinline__ void store_transposed(u32 to, const u32 (&in)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(in[0]),
-               "r"(in[1]), "r"(in[2]), "r"(in[3])
-               : "memory");
-}
-__device__ __forceinline__ void load_16_bytes(u32 (&out)[4], u32 from) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-               : "r"(from)
-               : "memory");
-}
-__device__ __forceinline__ void store_16_bytes(u16* to, const u32 (&in)[4]) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
-               : "memory");
-}
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
 prefill(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
@@ -269,57 +219,7 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     release(&a_empty[a.before()]);
     release(&e_empty[e.before()]);
 
-    // A thread has the sums of its two rows for tokens 8j + 2·(lane % 4) and one more; y wants neighbouring rows
-    // of one token. Turn by turn of WIDE tokens: transpose into one of two buffers, and while the next turn's
-    // sums are rounded, the last one's are on their way back.
-#if GATED
-    constexpr int WIDE = 32;  // 8 rows of each: 16 bytes
-    const int low_row = at.rows * (ROWS / 2) + 32 * group + 8 * (warp % 4) + lane / 4;
-    const float low = bias && low_row < n ? from_16_bit(bias[low_row]) : 0.f;
-    const float high = bias && low_row < n ? from_16_bit(bias[n + low_row]) : 0.f;
-    const int column = low_row - lane / 4, own_token = lane;
-    const u32 write_at = 16 * lane, read_at = 16 * lane;
-    auto round = [&](int token, u32(&out)[4]) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* of = sum + token / 2 + 4 * i;
-        out[i] = pack_two(activate(of[0] + low) * (of[2] + high), activate(of[1] + low) * (of[3] + high));
-      }
-    };
-#else
-    constexpr int WIDE = 16;  // 16 rows of each: 32 bytes, whose halves change places so that banks do not clash
-    const int low_row = at.rows * ROWS + row, high_row = low_row + 8;
-    const float low = bias && low_row < n ? from_16_bit(bias[low_row]) : 0.f;
-    const float high = bias && high_row < n ? from_16_bit(bias[high_row]) : 0.f;
-    const int column = low_row - lane / 4 + 8 * (lane % 2), own_token = lane / 2;
-    auto place = [](int token, int half) { return (u32)(32 * token + 16 * (half ^ (token / 4 & 1))); };
-    const u32 write_at = place(lane / 16 * 8 + lane % 8, lane / 8 % 2), read_at = place(own_token, lane % 2);
-    auto round = [&](int token, u32(&out)[4]) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float* of = sum + token / 2 + 4 * i;
-        out[2 * i] = pack_two(of[0] + low, of[1] + low);
-        out[2 * i + 1] = pack_two(of[2] + high, of[3] + high);
-      }
-    };
-#endif
-    const u32 turns = shared_address(turning[warp]);
-    u32 rounded[4], turned[4];
-    auto write_out = [&](int token) {
-      const int to = at.token + token + own_token;
-      if (to < tokens && column < n) store_16_bytes(y + (long long)to * n + column, turned);
-    };
-#pragma unroll
-    for (int token = 0; token < TOKENS; token += WIDE) {
-      const u32 turn = turns + token / WIDE % 2 * 512;
-      round(token, rounded);
-      store_transposed(turn + write_at, rounded);
-      if (!GATED && token) write_out(token - WIDE);
-      __syncwarp();
-      load_16_bytes(turned, turn + read_at);
-      if (GATED) write_out(token);  // the activation needs the registers
-    }
-    if (!GATED) write_out(TOKENS - WIDE);
+    write_tile(sum, at, shared_address(turning[warp]), y, bias, nullptr, nullptr, n, tokens);
     __syncwarp();  // before the next tile's sums come here
   }
   if (CLUSTER > 1) {  // the other blocks still report to this one's barriers

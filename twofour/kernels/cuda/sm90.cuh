@@ -1,5 +1,16 @@
 // What the Hopper kernels share, after common.cuh: barriers, the tensor copy engine, clusters, wgmma's descriptors.
 
+// Sums of products, and a place that the compiler must not move them across.
+#if CODES == 2
+typedef int Sum;
+#define HOLD(s) asm volatile("" : "+r"(s)::"memory")
+#define STORE_IN_CLUSTER(to, s) asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(s) : "memory")
+#else
+typedef float Sum;
+#define HOLD(s) asm volatile("" : "+f"(s)::"memory")
+#define STORE_IN_CLUSTER(to, s) asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(s) : "memory")
+#endif
+
 struct alignas(64) TensorMap { char opaque[128]; };
 
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {

@@ -1,0 +1,175 @@
+// y[tokens, n] = x[tokens, k] · Wᵀ (+ bias) for many tokens, W packed 2:4, both of 8 bits, on Hopper (sm_90a).
+//
+// The plan is prefill_sm90.cu's: blocks that stay and take tile after tile, a cluster whose blocks share the tokens' tile,
+// one copying warp. What differs: the positions of 128 columns are 16 bytes a row, the least that the copy engine takes,
+// so values, positions and x of 128 columns make up one stage, and there is one ring of them.
+//
+// Two products of 64 columns read 32 KB of x from shared memory for each warpgroup, which is all it can give while they
+// run: it is what bounds this kernel. So the stages should be many enough for it never to wait for the copies.
+//
+// Every sum is multiplied by the scales of its row and of its token before the bias is added.
+//
+// Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, STAGES, GATED (see decode_sm90.cu), CODES (1 e4m3, 2 int8) and FP16
+// or bf16, the type of y; WGMMA(…) is generated, tiles_sm90.cuh comes first. n must be a multiple of 8, k of 128.
+
+constexpr int A_BYTES = ROWS * 64;                // 64 values, that is 128 columns, of each row
+constexpr int B_BYTES = TOKENS * 128;             // 128 columns of x
+constexpr int B_PART = B_BYTES / CLUSTER;         // what one block of the cluster fetches
+constexpr int E_PITCH = 16;
+constexpr int E_BYTES = ROWS * E_PITCH;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES + E_BYTES;
+
+// A shared-memory matrix of 64-byte rows under the 64-byte swizzle: 8 rows are 512 bytes.
+__device__ __forceinline__ u64 descriptor_64(u32 address) {
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(512 >> 4) << 32 | (u64)2 << 62;
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
+prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
+         const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
+         int steps, int sets, int tiles, int grouped, const u16* __restrict__ row_scale,
+         const float* __restrict__ token_scale) {
+  extern __shared__ char unaligned[];
+  // By the same amount in every block of a cluster, which write into each other's shared memory.
+  char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
+  const u32 ring = shared_address(shared);  // of stages: x, values, positions
+  __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
+  __shared__ alignas(16) char turning[4 * WARPGROUPS][2][512];  // two turns of a warp's sums
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, units = sets * tiles;
+
+  if (threadIdx.x == CONSUMERS) {
+    prefetch_map(&values);
+    prefetch_map(&positions);
+    prefetch_map(&x);
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(shared_address(&full[s]), 1);
+      barrier_init(shared_address(&empty[s]), WARPGROUPS * CLUSTER);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  __syncthreads();
+  if (CLUSTER > 1) {  // nobody may write to a block whose barriers are not there yet
+    cluster_arrive();
+    cluster_wait();
+  }
+
+  if (warp == 4 * WARPGROUPS) {  // the copying warp
+    if (lane == 0) {
+      u64 policy;
+      asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+      auto copy_rows = [&](u32 to, const TensorMap* map, int column, int rows, u32 barrier) {
+#if GATED
+        copy_pairs(to, map, column, rows * (ROWS / 16), barrier, policy);
+#else
+        copy_tile(to, map, column, rows * ROWS, barrier, policy);
+#endif
+      };
+      auto copy_weights = [&](int stage, int rows, int step) {
+        const u32 barrier = shared_address(&full[stage]), to = ring + stage * STAGE_BYTES + B_BYTES;
+        barrier_expect(barrier, STAGE_BYTES);
+        copy_rows(to, &values, step * 64, rows, barrier);
+        copy_rows(to + A_BYTES, &positions, step * E_PITCH, rows, barrier);
+      };
+      auto copy_x = [&](int stage, int token, int step) {
+        const u32 barrier = shared_address(&full[stage]), to = ring + stage * STAGE_BYTES + rank * B_PART;
+        if (CLUSTER > 1)
+          copy_tile_to(to, &x, step * 128, token + rank * (TOKENS / CLUSTER), barrier, policy,
+                       (u16)((1 << CLUSTER) - 1));
+        else
+          copy_tile(to, &x, step * 128, token, barrier, policy);
+      };
+      Ring<STAGES> next;  // the stage to be filled
+      for (int unit = blockIdx.x / CLUSTER; unit < units; unit += clusters) {
+        const Unit at(unit, sets, tiles, grouped, rank);
+        int fetched = 0;
+        if (unit == blockIdx.x / CLUSTER) {  // W does not depend on the kernel before this one, x may be its work
+          while (fetched < min(STAGES, steps)) copy_weights(fetched, at.rows, fetched), ++fetched;
+          asm volatile("griddepcontrol.wait;" ::: "memory");
+        }
+        for (int step = 0; step < steps; ++step) {
+          if (step >= fetched) {
+            barrier_wait(shared_address(&empty[next.stage]), next.phase ^ 1);  // the first round passes at once
+            copy_weights(next.stage, at.rows, step);
+          }
+          copy_x(next.stage, at.token, step);
+          next.advance();
+        }
+      }
+    }
+    __syncwarp();
+    if (CLUSTER > 1) {
+      cluster_arrive();
+      cluster_wait();
+    }
+    return;
+  }
+
+  const int group = warp / 4;
+  Sum sum[ACCUMULATORS];
+  u32 even[2] = {}, odd[2] = {};  // positions, see decode_sm90.cu: two sets that take turns
+  Ring<STAGES> now;               // the stage to be multiplied
+  const u32 b_first = low_word(ring), a_first = (u32)descriptor_64(ring + B_BYTES + group * 64 * 64);
+  // Every lane has the positions of 32 of the 64 columns of each product, in one row: even lanes in the upper of
+  // the two rows of their sums, odd ones in the lower.
+  const int row = 16 * warp + lane / 4 + lane % 2 * 8;
+  const char* e_first = shared + B_BYTES + A_BYTES + row * E_PITCH + lane / 2 % 2 * 4;
+
+  auto hold = [&]() {  // the compiler must not move sums across the products that it cannot see writing them
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; ++j) HOLD(sum[j]);
+  };
+  auto release = [&](int stage) {
+    const u32 barrier = shared_address(&empty[stage]);
+    if (CLUSTER > 1) {
+      if (threadIdx.x % 128 < CLUSTER) barrier_arrive_at(barrier, threadIdx.x % 128);
+    } else {
+      if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
+    }
+  };
+  auto a_descriptor = [](u32 low) {
+    u64 out;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(out) : "r"(low), "r"((u32)(descriptor_64(0) >> 32)));
+    return out;
+  };
+  // 128 columns, as two products, which run on while the next stage is prepared; those before are then done.
+  auto multiply = [&](bool first, u32(&places)[2], u32(&before)[2]) {
+    const u32 a = a_first + now.stage * (STAGE_BYTES >> 4), b = b_first + now.stage * (STAGE_BYTES >> 4);
+    const char* e = e_first + now.stage * STAGE_BYTES;
+    barrier_wait(shared_address(&full[now.stage]), now.phase);
+    places[0] = *(const u32*)e;
+    places[1] = *(const u32*)(e + 8);
+    hold();
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    WGMMA(sum, a_descriptor(a), full_descriptor(b), places[0], 0);
+    WGMMA(sum, a_descriptor(a + 2), full_descriptor(b + 4), places[1], 0);
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+    hold();
+    asm volatile("" : "+r"(before[0]), "+r"(before[1]), "+r"(places[0]), "+r"(places[1])::"memory");
+    if (!first) release(now.before());
+    now.advance();
+  };
+
+  for (int unit = blockIdx.x / CLUSTER; unit < units; unit += clusters) {
+    const Unit at(unit, sets, tiles, grouped, rank);
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0;
+    for (int step = 0; step < steps; step += 2) {
+      multiply(step == 0, even, odd);
+      if (step + 1 < steps) multiply(false, odd, even);
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    hold();
+    asm volatile("" : "+r"(even[0]), "+r"(even[1]), "+r"(odd[0]), "+r"(odd[1])::"memory");
+    release(now.before());
+    write_tile(sum, at, shared_address(turning[warp]), y, bias, row_scale, token_scale, n, tokens);
+    __syncwarp();  // before the next tile's sums come here
+  }
+  if (CLUSTER > 1) {  // the other blocks still report to this one's barriers
+    cluster_arrive();
+    cluster_wait();
+  }
+}

@@ -1,0 +1,129 @@
+// What the kernels for many tokens share, after sm90.cuh: which tile is whose, rings of buffers, and the way of a tile's
+// sums to y. A block owns 64·WARPGROUPS rows of W × TOKENS tokens; a warpgroup multiplies 64 rows with all TOKENS.
+
+constexpr int ROWS = 64 * WARPGROUPS;
+constexpr int CONSUMERS = 128 * WARPGROUPS;
+constexpr int ACCUMULATORS = TOKENS / 2;
+
+// Which rows and tokens a cluster's unit of work is: units that run at the same time lie in `grouped` sets of rows
+// and neighbouring tiles of tokens, so that what they read is still in the cache for each other.
+struct Unit {
+  int rows, token;
+  __device__ __forceinline__ Unit(int unit, int sets, int tiles, int grouped, int rank) {
+    const int first = unit / (grouped * tiles) * grouped, height = min(grouped, sets - first);
+    rows = (first + unit % (grouped * tiles) % height) * CLUSTER + rank;
+    token = unit % (grouped * tiles) / height * TOKENS;
+  }
+};
+
+// Which buffer of a ring is next, and in which state its barrier is then.
+template <int COUNT>
+struct Ring {
+  int stage = 0, phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == COUNT) stage = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ int before() const { return stage ? stage - 1 : COUNT - 1; }
+};
+
+// The half of a descriptor that depends on the address, and the whole of it.
+__device__ __forceinline__ u32 low_word(u32 address) { return (u32)descriptor(address); }
+__device__ __forceinline__ u64 full_descriptor(u32 low) {
+  u64 out;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(out) : "r"(low), "r"((u32)(descriptor(0) >> 32)));
+  return out;
+}
+
+// Four 8×8 matrices to shared memory, their columns as rows of 16 bytes at the addresses that the lanes give.
+__device__ __forceinline__ void store_transposed(u32 to, const u32 (&in)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(in[0]),
+               "r"(in[1]), "r"(in[2]), "r"(in[3])
+               : "memory");
+}
+__device__ __forceinline__ void load_16_bytes(u32 (&out)[4], u32 from) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void store_16_bytes(u16* to, const u32 (&in)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
+               : "memory");
+}
+
+// The sums of a warp, times the scales of row and token where W and x are codes, plus the bias, to y.
+//
+// A thread has the sums of its two rows for tokens 8j + 2·(lane % 4) and one more; y wants neighbouring rows of one
+// token. Turn by turn of WIDE tokens: transpose (stmatrix does) into one of two buffers of 512 bytes, and while the
+// next turn's sums are rounded, the last one's are on their way back. So 16 bytes at a time leave for y.
+__device__ __forceinline__ void write_tile(const Sum (&sum)[ACCUMULATORS], const Unit& at, u32 turns,
+                                           u16* __restrict__ y, const u16* __restrict__ bias,
+                                           const u16* __restrict__ row_scale,
+                                           const float* __restrict__ token_scale, int n, int tokens) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  auto scales_of = [&](int token) {  // and of the one after it; there is room to read beyond the last
+    float2 out = make_float2(1.f, 1.f);
+#if CODES  // volatile: all of them at the beginning would not fit the registers
+    asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(out.x), "=f"(out.y)
+                 : "l"(token_scale + token + 2 * (lane % 4)));
+#endif
+    return out;
+  };
+#if GATED
+  constexpr int WIDE = 32;  // 8 rows of each: 16 bytes
+  const int low_row = at.rows * (ROWS / 2) + 8 * warp + lane / 4;
+  const float low = bias && low_row < n ? from_16_bit(bias[low_row]) : 0.f;
+  const float high = bias && low_row < n ? from_16_bit(bias[n + low_row]) : 0.f;
+  const float low_scale = CODES && low_row < n ? from_16_bit(row_scale[low_row]) : 1.f;
+  const float high_scale = CODES && low_row < n ? from_16_bit(row_scale[n + low_row]) : 1.f;
+  const int column = low_row - lane / 4, own_token = lane;
+  const u32 write_at = 16 * lane, read_at = 16 * lane;
+  auto gated = [&](const Sum* of, float scale) {
+    return activate(of[0] * (scale * low_scale) + low) * (of[2] * (scale * high_scale) + high);
+  };
+  auto round = [&](int token, u32(&out)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Sum* of = sum + token / 2 + 4 * i;
+      const float2 scale = scales_of(at.token + token + 8 * i);
+      out[i] = pack_two(gated(of, scale.x), gated(of + 1, scale.y));
+    }
+  };
+#else
+  constexpr int WIDE = 16;  // 16 rows of each: 32 bytes, whose halves change places so that banks do not clash
+  const int low_row = at.rows * ROWS + 16 * warp + lane / 4, high_row = low_row + 8;
+  const float low = bias && low_row < n ? from_16_bit(bias[low_row]) : 0.f;
+  const float high = bias && high_row < n ? from_16_bit(bias[high_row]) : 0.f;
+  const float low_scale = CODES && low_row < n ? from_16_bit(row_scale[low_row]) : 1.f;
+  const float high_scale = CODES && high_row < n ? from_16_bit(row_scale[high_row]) : 1.f;
+  const int column = low_row - lane / 4 + 8 * (lane % 2), own_token = lane / 2;
+  auto place = [](int token, int half) { return (u32)(32 * token + 16 * (half ^ (token / 4 & 1))); };
+  const u32 write_at = place(lane / 16 * 8 + lane % 8, lane / 8 % 2), read_at = place(own_token, lane % 2);
+  auto round = [&](int token, u32(&out)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Sum* of = sum + token / 2 + 4 * i;
+      const float2 scale = scales_of(at.token + token + 8 * i);
+      out[2 * i] = pack_two(of[0] * (scale.x * low_scale) + low, of[1] * (scale.y * low_scale) + low);
+      out[2 * i + 1] = pack_two(of[2] * (scale.x * high_scale) + high, of[3] * (scale.y * high_scale) + high);
+    }
+  };
+#endif
+  u32 rounded[4], turned[4];
+  auto write_out = [&](int token) {
+    const int to = at.token + token + own_token;
+    if (to < tokens && column < n) store_16_bytes(y + (long long)to * n + column, turned);
+  };
+#pragma unroll
+  for (int token = 0; token < TOKENS; token += WIDE) {
+    const u32 turn = turns + token / WIDE % 2 * 512;
+    round(token, rounded);
+    store_transposed(turn + write_at, rounded);
+    if (!GATED && token) write_out(token - WIDE);
+    __syncwarp();
+    load_16_bytes(turned, turn + read_at);
+    if (GATED) write_out(token);  // the activation needs the registers
+  }
+  if (!GATED) write_out(TOKENS - WIDE);
+}
