@@ -10,6 +10,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "speed.md"
+QUANTIZED = RESULTS / "h200-quantized-8b.json"
 NAMES = ("twofour", "twofour fast", "cusparselt", "torch24")
 
 
@@ -41,20 +42,46 @@ def host_time() -> str:
     return "\n".join(lines)
 
 
-def end_to_end(file: str, forms: tuple[str, ...], baseline: str) -> str:
-    """× `baseline` of each form; where it fails, that."""
+def quantized(scheme: str) -> str:
+    """× dense in 16 bits of each contender, and of ours × dense of the same bits, from CUDA graphs."""
+    rows = [r for r in json.loads(QUANTIZED.read_text())["products"] if r["scheme"] == scheme]
+    cells = {(r["shape"], r["tokens"], r["contender"]): r for r in rows}
+    names = [name for name in dict.fromkeys(r["contender"] for r in rows) if name != "dense"]
+    lines = [
+        "| weight | tokens | dense µs | " + " | ".join(names) + " | twofour × dense, same bits |",
+        "|---|---|---|" + "---|" * len(names) + "---|",
+    ]
+    for shape, tokens in dict.fromkeys((r["shape"], r["tokens"]) for r in rows):
+        dense = cells[shape, tokens, "dense"]["graph_ms"]["p50"]
+        ratios = [_ratio(cells.get((shape, tokens, name)), "times_dense_graph") for name in names]
+        ratios.append(_ratio(cells[shape, tokens, "twofour"], "times_dense_same_graph"))
+        lines.append(f"| {shape} | {tokens} | {1e3 * dense:.1f} | " + " | ".join(ratios) + " |")
+    return "\n".join(lines)
+
+
+def _ratio(row: dict[str, Any] | None, name: str) -> str:
+    """Nothing where it was not measured: not all contenders run with every number of tokens."""
+    if row is None or (row[name] is None and "error" not in row):
+        return ""
+    return "fails" if row[name] is None else f"{row[name]:.2f}×"
+
+
+def end_to_end(file: str, forms: tuple[str, ...], baseline: str, memory: tuple[str, ...] = ("fused",)) -> str:
+    """× `baseline` of each form; where it fails, that. Last the peak memory of it and of some forms."""
     rows = json.loads((RESULTS / file).read_text())["end_to_end"]
     cells = {(r["what"], r["batch"], r["mode"], r["attention"], r["contender"]): r for r in rows}
+    peak_of = " and ".join([", ".join(["dense", *memory[:-1]]), memory[-1]])
     lines = [
-        "| | attention | dense ms | " + " | ".join(forms) + " | peak memory, dense and fused |",
+        "| | attention | dense ms | " + " | ".join(forms) + f" | peak memory, {peak_of} |",
         "|---|---|---|" + "---|" * len(forms) + "---|",
     ]
     for key in dict.fromkeys(key[:4] for key in cells):
         what, batch, mode, attention = key
-        dense, fused = cells[(*key, baseline)], cells[(*key, "fused")]
+        dense = cells[(*key, baseline)]
         times = [cells[(*key, form)]["ms"] for form in forms]
         shown = [f"{dense['ms']['p50'] / time['p50']:.2f}×" if time else "fails" for time in times]
-        peak = f"{dense['peak_bytes'] / 1e9:.1f} and {fused['peak_bytes'] / 1e9:.1f} GB"
+        peaks = [f"{cells[(*key, form)]['peak_bytes'] / 1e9:.1f}" for form in (baseline, *memory)]
+        peak = " and ".join([", ".join(peaks[:-1]), peaks[-1]]) + " GB"
         start = f"| {what}, batch {batch}, {mode} | {attention} | {dense['ms']['p50']:.2f} | "
         lines.append(start + " | ".join(shown) + f" | {peak} |")
     return "\n".join(lines)
@@ -71,6 +98,11 @@ def main() -> None:
         "same norms": end_to_end(now, ("fused", "fast"), "dense_fused"),
         "earlier": end_to_end(earlier, ("torch24", "twofour", "fused", "fast"), "dense"),
     }
+    if QUANTIZED.exists():
+        tables |= {f"{scheme} 8b": quantized(scheme) for scheme in ("fp8", "int8", "int4")}
+        tables["quantized end-to-end"] = end_to_end(
+            QUANTIZED.name, ("dense_fused", "fp8", "int4"), "dense", ("fp8", "int4")
+        )
     for name, table in tables.items():
         marks = f"<!-- {name} -->", f"<!-- /{name} -->"
         page = re.sub(f"{marks[0]}.*?{marks[1]}", f"{marks[0]}\n{table}\n{marks[1]}", page, flags=re.S)

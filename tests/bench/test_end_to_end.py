@@ -13,6 +13,7 @@ from twofour.bench.end_to_end import (
     prefill_step,
     run_end_to_end,
 )
+from twofour.bench.steps import FEW_CASES
 from twofour.errors import InputError
 from twofour.nn import SparseLinear
 from twofour.nn.convert import packed_layers
@@ -198,3 +199,38 @@ def test_unknown_contender():
 def test_the_cases_that_are_measured():
     assert {(c.what, c.batch) for c in CASES if c.graph} == {("decode", 1), ("decode", 16), ("decode", 64)}
     assert [(c.batch, c.tokens) for c in CASES if c.what == "prefill"] == [(1, 2048), (4, 2048)]
+
+
+def test_schemes_in_the_place_of_the_weights(model):
+    stages = Stages(model, 0)
+    shares = {"int8": 0.5 * 5 / 16, "fp8": 0.5 * 5 / 16, "int4": 0.5 * 3 / 16}
+    for name, share in shares.items():
+        facts = stages.advance(name)
+        assert facts["packed_layers"] == 8, "q, k and v are one, and gate and up"
+        assert facts["resident_share"] == pytest.approx(share, rel=0.15)  # and the scales, of 4 bytes each
+        assert all(m.scheme.name == name for m in packed_layers(model).values())
+        with torch.no_grad():
+            logits = prefill_step(model, Case("prefill", 2, 16))()
+        assert bool(logits.isfinite().all())
+        assert 0.1 < float(logits.std()) < 10
+    assert stages.advance("int8")["packed_layers"] == 8, "from one to the other and back"
+
+
+def test_rows_of_schemes_come_after_the_others():
+    contenders = ["int4", "fp8", "dense", "dense_fused"]
+    options = {"shape": TINY, "cases": TINY_CASES[:1], "dtype": torch.float32}
+    rows = run_end_to_end(1, "cpu", contenders, **options)
+    assert [row["contender"] for row in rows] == ["dense", "dense_fused", "fp8", "int4"]
+    for row in rows[2:]:
+        assert "error" not in row
+        assert row["times_dense"] > 0
+        assert row["times_dense_fused"] > 0
+        assert "logits_relative_error" not in row
+
+
+def test_the_cases_of_schemes():
+    assert [(c.what, c.batch, c.attention) for c in FEW_CASES] == [
+        ("prefill", 1, "sdpa"),
+        ("prefill", 4, "sdpa"),
+        *(("decode", batch, "grouped") for batch in (1, 16, 64)),
+    ]

@@ -1,5 +1,6 @@
 """The rows of products: their fields, how they follow from the times, and what a failure leaves."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -7,18 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from twofour.bench import timing
-from twofour.bench.products import (
-    CONTENDERS,
-    SHAPES,
-    Ceilings,
-    Contender,
-    dense_bytes,
-    measure_ceilings,
-    named_shapes,
-    one_line,
-    packed_bytes,
-    run_products,
-)
+from twofour.bench.contenders import CONTENDERS, Contender, dense_bytes, packed_bytes
+from twofour.bench.products import SHAPES, Ceilings, measure_ceilings, named_shapes, one_line, run_products
 from twofour.errors import InputError
 from twofour.pattern import check_pattern
 
@@ -178,6 +169,63 @@ def test_copies_exceed_the_l2(monkeypatch):
     assert timing.copies_past_l2(20_000_000, "cuda", times=1) == 3
     assert timing.copies_past_l2(1_000_000_000, "cuda") == 1
     assert timing.copies_past_l2(1, "cpu") == 1
+
+
+def test_contenders_take_turns_and_the_middle_turn_counts():
+    """With a clock of our own: the machine is twice as slow from the second half on."""
+    order, seconds = [], {"a": 1.0, "b": 2.0, "late": 1.0}
+
+    def timer(name):
+        def turn(repeats):
+            order.append(name)
+            if name == "late" and order.count(name) == 3:
+                raise RuntimeError("out of memory")
+            return [seconds[name] * (2.0 if len(order) > 8 else 1.0)] * repeats
+
+        return turn
+
+    def broken():
+        raise ValueError("cannot be captured")
+
+    makers = {
+        "a": lambda: timer("a"),
+        "broken": broken,
+        "b": lambda: timer("b"),
+        "late": lambda: timer("late"),
+    }
+    results = timing.in_turns(makers, repeats=20, rounds=5)
+    assert list(results) == ["a", "broken", "b", "late"]
+    assert order == ["a", "b", "late", "late", "b", "a", "a", "b", "late", "b", "a", "a", "b"]
+    assert str(results["broken"]) == "cannot be captured"
+    assert str(results["late"]) == "out of memory"
+    assert results["a"] == {"p20": 1.0, "p50": 1.0, "p80": 2.0}
+    assert results["b"] == {"p20": 2.0, "p50": 2.0, "p80": 4.0}
+
+
+def test_a_slow_call_gets_fewer_repeats():
+    called = []
+    assert len(timing.cpu_timer(lambda: called.append(0), seconds=0.0)(10)) == 1
+    assert len(timing.time_cpu(lambda: called.append(0), repeats=10, seconds=0.0)) == 3
+    assert len(called) == (1 + 1) + (1 + 5), "one to warm up each, then one or at least five"
+
+
+def test_products_of_a_cell_are_timed_in_turns():
+    calls = []
+
+    def contender(name):
+        def make(weights, bias):
+            def product(x, weight):
+                calls.append(name)
+                return F.linear(x, weight)
+
+            return [lambda x, w=w: product(x, w) for w in weights]
+
+        return make
+
+    rows = rows_of({"a": contender("a"), "b": contender("b")}, copies=1)
+    assert all(row["turns"] == timing.ROUNDS for row in rows)
+    changes = sum(one != other for one, other in itertools.pairwise(calls))
+    assert changes >= timing.ROUNDS, "not all of one and then all of the other"
 
 
 def test_graph_times_are_per_call(monkeypatch):

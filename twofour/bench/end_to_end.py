@@ -2,14 +2,18 @@
 
 The weights are random and made on the device, so no file is needed; times do not depend on what a model has
 learned. One model is built and measured dense, then the same weights are pruned and measured again in each
-sparse form. The logits of the pruned model before and after are compared.
+sparse form. The logits of the pruned model before and after are compared. There is one model in memory at a
+time, so its forms cannot take turns as products do (timing.in_turns).
 
     dense         what transformers gives
-    dense_fused   the same with its norms as one kernel each, which fuse_ does for a dense model as well
+    dense_fused   the same with its norms and rotary embeddings as one kernel each, which fuse_ does for a
+                  dense model as well
     torch24       every projection through PyTorch's own to_sparse_semi_structured
     twofour       packed: what from_pretrained gives
     fused         packed, then fuse_: q, k and v as one product, gate and up with the activation as another
     fast          fused, with cuSPARSELt's positions beside ours (memory="fast")
+    int8, fp8, …  the name of a scheme: packed codes of 8 or 4 bits, then fuse_. The codes are random and not
+                  this model's weights rounded, so there is nothing to compare the logits with
 
     prefill  one forward of batch × tokens without a cache, logits of the last token only
     decode   one token for each of batch sequences, in a transformers StaticCache of `tokens` places that is
@@ -28,19 +32,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from twofour.bench.products import free, one_line
+from twofour.bench.random_codes import random_codes
+from twofour.bench.steps import CASES, Case, decode_step, prefill_step, random_tokens
 from twofour.bench.timing import Times, time_cpu, time_eager, time_graph
 from twofour.errors import InputError
 from twofour.nn import Memory, fuse_, packed_layers, set_memory, unfuse_
+from twofour.nn.quantized import put_quantized_
 from twofour.progress import OnProgress, silent
+from twofour.quantize.schemes import SCHEMES, Scheme
+from twofour.select import select
 
 CONTENDERS = ("dense", "dense_fused", "torch24", "twofour", "fused", "fast")
+
+#: What may be asked for as well, after the others in their order.
+WITH_SCHEMES = (*CONTENDERS, *SCHEMES)
 
 #: Without a GPU: PyTorch's own form and cuSPARSELt need one.
 CPU_CONTENDERS = ("dense", "dense_fused", "twofour", "fused")
@@ -66,24 +77,6 @@ COMPARED_TOKENS = 64
 GROUPED = "twofour_bench_grouped"
 
 
-@dataclass(frozen=True)
-class Case:
-    what: Literal["prefill", "decode"]
-    batch: int
-    tokens: int  # prefill: of each sequence; decode: places in the cache, the new token's included
-    graph: bool = False
-    attention: Literal["sdpa", "grouped"] | None = "sdpa"  # None: as the model was loaded
-
-
-CASES = (
-    Case("prefill", 1, 2048),
-    Case("prefill", 4, 2048),
-    Case("decode", 1, 1024),
-    *(Case("decode", batch, 1024, graph=True) for batch in (1, 16, 64)),
-    *(Case("decode", batch, 1024, graph=True, attention="grouped") for batch in (1, 16, 64)),
-)
-
-
 @torch.no_grad()
 def run_end_to_end(
     layers: int = 32,
@@ -104,12 +97,12 @@ def run_end_to_end(
     """
     device = torch.device(device)
     contenders = contenders or (CONTENDERS if device.type == "cuda" else CPU_CONTENDERS)
-    if unknown := [c for c in contenders if c not in CONTENDERS]:
-        raise InputError(f"no contender {unknown[0]!r}.", hint=f"Choose from: {', '.join(CONTENDERS)}.")
+    if unknown := [c for c in contenders if c not in WITH_SCHEMES]:
+        raise InputError(f"no contender {unknown[0]!r}.", hint=f"Choose from: {', '.join(WITH_SCHEMES)}.")
     model = build_model(layers, device, dtype, shape, seed)
     stages = Stages(model, seed)
     board = Board(cases, len(contenders), device, seed, on_progress)
-    for contender in CONTENDERS:
+    for contender in WITH_SCHEMES:
         if contender not in contenders:
             continue
         facts: dict[str, Any] = {"layers": layers}
@@ -183,17 +176,20 @@ class Stages:
     """One model on its way from dense through the sparse forms, and what each costs and changes."""
 
     def __init__(self, model: Any, seed: int) -> None:
-        self.model = model
-        self.tokens = _tokens(model, 1, COMPARED_TOKENS, seed + 1)
-        self.dense_bytes = 0
+        self.model, self.seed = model, seed
+        self.tokens = random_tokens(model, 1, COMPARED_TOKENS, seed + 1)
+        self.layers = select(model).layers
+        self.dense_bytes = sum(model.get_parameter(f"{layer.name}.weight").nbytes for layer in self.layers)
         self.before: Tensor | None = None  # logits of the pruned model
-        self.names: list[str] = []
         self.kept: dict[str, torch.nn.Parameter] = {}  # dense weights while PyTorch's form is in their place
 
     def advance(self, to: str) -> dict[str, Any]:
         if to in BASELINES:
             take_form(self.model, to)
             return {}
+        if to in SCHEMES:
+            self._put_codes(SCHEMES[to])
+            return packed_facts(self.model, self.dense_bytes)
         if self.before is None:
             unfuse_(self.model)
             self._prune()
@@ -210,11 +206,8 @@ class Stages:
 
     def _prune(self) -> None:
         from twofour.prune.model import prune_
-        from twofour.select import select
 
         prune_(self.model)
-        self.names = [layer.name for layer in select(self.model).layers]
-        self.dense_bytes = sum(self.model.get_parameter(f"{name}.weight").nbytes for name in self.names)
         self.before = self._logits()
 
     def _with_torch(self) -> Tensor:
@@ -222,7 +215,7 @@ class Stages:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "in prototype stage"
-            for name in self.names:
+            for name in (layer.name for layer in self.layers):
                 weight = self.kept[name] = self.model.get_submodule(name).weight
                 sparse = torch.nn.Parameter(Sparse.from_dense(weight.detach()), requires_grad=False)
                 self.model.get_submodule(name).weight = sparse
@@ -236,9 +229,23 @@ class Stages:
         self.kept = {}
         # One block at a time: packing all at once holds both forms of the whole model.
         for block in range(self.model.config.num_hidden_layers):
-            # "auto" would keep the dense weights as well on a CPU.
-            memory: Memory = "auto" if self.model.device.type == "cuda" else "small"
-            pack_(self.model, include=[f"model.layers.{block}.*"], memory=memory)
+            pack_(self.model, include=[f"model.layers.{block}.*"], memory=self._memory)
+
+    def _put_codes(self, scheme: Scheme) -> None:
+        """Codes in the place of the layers, whatever form these have."""
+        unfuse_(self.model)
+        self.kept = {}
+        random = torch.Generator(self.model.device).manual_seed(self.seed)
+        for layer in self.layers:
+            codes = random_codes(layer.rows, layer.columns, scheme, self.model.dtype, random)
+            put_quantized_(self.model, {layer: codes}, scheme, self._memory)
+        fuse_(self.model)
+        free(self.model.device)
+
+    @property
+    def _memory(self) -> Memory:
+        """On a CPU "auto" would keep the dense weights as well."""
+        return "auto" if self.model.device.type == "cuda" else "small"
 
     def _facts(self, after: Tensor) -> dict[str, Any]:
         before = self.before
@@ -327,55 +334,3 @@ def _time(step: Callable[[], Tensor], mode: str) -> Times:
     if mode == "graph":
         return time_graph([step])
     return time_eager(step, repeats=30, seconds=5.0) if mode == "eager" else time_cpu(step)
-
-
-def prefill_step(model: Any, case: Case, seed: int = 0) -> Callable[[], Tensor]:
-    tokens = _tokens(model, case.batch, case.tokens, seed)
-
-    def step() -> Tensor:
-        logits: Tensor = model(tokens, use_cache=False, logits_to_keep=1).logits
-        return logits
-
-    return step
-
-
-def decode_step(model: Any, case: Case, seed: int = 0) -> Callable[[], Tensor]:
-    """One token after tokens - 1 others. All it reads has a fixed address, as a graph needs."""
-    from transformers import StaticCache
-
-    config, device = model.config.get_text_config(decoder=True), model.device
-    tokens = _tokens(model, case.batch, 1, seed)
-    position = torch.full((case.batch, 1), case.tokens - 1, device=device)
-    cache = StaticCache(config=config, max_cache_len=case.tokens)
-    queries = config.num_attention_heads
-    heads = (
-        getattr(config, "num_key_value_heads", None) or queries,
-        getattr(config, "head_dim", None) or config.hidden_size // queries,
-    )
-    cache.early_initialization(case.batch, *heads, dtype=model.dtype, device=device)
-    random = torch.Generator(device).manual_seed(seed)
-    for layer in cache.layers:
-        layer.keys.normal_(generator=random)
-        layer.values.normal_(generator=random)
-        layer.cumulative_length.fill_(case.tokens - 1)
-    sliding = [layer for layer in cache.layers if hasattr(layer, "cumulative_length_int")]
-    # A sliding window that is full rolls its places and counts no further on the device.
-    lengths = [x.cumulative_length for x in cache.layers if case.tokens <= x.max_cache_len]
-
-    def step() -> Tensor:
-        for layer in sliding:
-            layer.cumulative_length_int = case.tokens - 1
-        out = model(tokens, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        # Every layer counted the new token; one kernel takes it back, inside the graph.
-        if lengths:
-            torch._foreach_sub_(lengths, 1)
-        logits: Tensor = out.logits
-        return logits
-
-    return step
-
-
-def _tokens(model: Any, batch: int, tokens: int, seed: int) -> Tensor:
-    random = torch.Generator(model.device).manual_seed(seed)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    return torch.randint(vocabulary, (batch, tokens), device=model.device, generator=random)

@@ -30,7 +30,7 @@ from twofour.bench.perplexity import evaluate
 from twofour.bench.products import free, one_line
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
-from twofour.io.format import is_packed, packed_modules
+from twofour.io.format import is_packed, packed_modules, scheme_of
 from twofour.io.load import load_causal_lm
 from twofour.io.pack import layers_to_pack, lowrank_bytes, pack_
 from twofour.io.record import last_step
@@ -97,6 +97,7 @@ def run_model(
     require_causal_lm(checkpoint)
     documents = read_documents(Path(data)) if data is not None else None
     form = form_of(checkpoint)
+    scheme = scheme_of(checkpoint.config["quantization_config"]) if form == "packed" else None
     dense = _find_dense(checkpoint, form, against)
     notes = [] if gpu else [NO_GPU]
     notes += [ZEROS] * (dense.found == "unpacked") + [MAGNITUDE] * (form == "dense")
@@ -137,6 +138,7 @@ def run_model(
     return {
         "model": str(directory),
         "form": form,
+        "scheme": None if scheme is None else scheme.as_config(),
         "dense": {"model": None if dense.directory is None else str(dense.directory), "found": dense.found},
         "dtype": str(sparse.dtype).removeprefix("torch."),
         "notes": notes,

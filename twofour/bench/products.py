@@ -1,20 +1,28 @@
 """Products y = x·Wᵀ, one row per shape, number of tokens and contender.
 
-W is n×k and 2:4, x is tokens×k. A contender gets the same dense 2:4 matrices as all others (several, so that
-they do not stay in the L2) and makes a callable of each. The dense contender multiplies with the zeros in
-place, which draws less power than a full matrix would: its time errs in favour of dense.
+W is n×k and 2:4, x is tokens×k. A contender (contenders.py) gets the same matrices as all others, several, so
+that they do not stay in the L2, and makes a callable of each. The dense contender multiplies with the zeros
+in place, which draws less power than a full matrix would: its time errs in favour of dense.
+
+With a scheme the matrices are random codes of 8 or 4 bits, and the contenders those of
+quantized_contenders.py.
 
 What a row's figures mean:
 
     graph_ms, eager_ms, host_us   see timing.py; graph_ms and host_us are None on a CPU
+    turns                         that the contenders of a shape and a number of tokens took with each other
+                                  (timing.in_turns), so that heat and power limits meet all of them alike
     times_dense_graph, _eager     median of dense over median of this contender, same run: above 1 is faster
+    times_dense_same_graph, …     the same over dense of the scheme's precision; only with a scheme
     weight_gb_s                   bytes of the weight in this contender's own form, over time
     tflops                        logical: 2·tokens·n·k, zeros counted, over time
     roofline_share                the time it cannot beat over the time it takes: the larger of its bytes
                                   (weight, x and y once each) at the speed of a copy, and the multiplications
                                   it must do (half of them for 2:4) at the speed of a large dense product
     relative_error                ‖y − reference‖ / ‖reference‖, float64, over a sample of output features;
-                                  dense_relative_error is that of F.linear on the same data
+                                  dense_relative_error is that of F.linear on the same data. With a scheme
+                                  the reference has the dequantized W and x as it came: where a contender
+                                  rounds x, that is in the figure
 
 Time is that of the graph where there is one, else of the plain call. A contender that raises gives a row
 with "error". To see how far two runs of the same thing differ, add dense once more under another name.
@@ -23,26 +31,44 @@ with "error". To see how far two runs of the same thing differ, add dense once m
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from twofour.bench.timing import copies_past_l2, host_microseconds, time_cpu, time_eager, time_graph
+from twofour.bench.contenders import (
+    CONTENDERS,
+    GPU_CONTENDERS,
+    Contender,
+    Factory,
+    Product,
+    packed_bytes,
+)
+from twofour.bench.quantized_contenders import SAME_PRECISION, quantized_bytes, quantized_contenders
+from twofour.bench.random_codes import exact_rows, in_other_order, random_codes
+from twofour.bench.timing import (
+    ROUNDS,
+    Call,
+    Timer,
+    Times,
+    copies_past_l2,
+    cpu_timer,
+    eager_timer,
+    graph_timer,
+    host_microseconds,
+    in_turns,
+    time_cpu,
+    time_graph,
+)
 from twofour.errors import InputError
-from twofour.packed import packed_shapes
+from twofour.packed import Packed24
 from twofour.pattern import keep_best
 from twofour.progress import OnProgress, silent
-
-Product = Callable[[Tensor], Tensor]
-
-#: The weights, each 2:4 and dense, and a bias or None; gives one product for each weight.
-Factory = Callable[[list[Tensor], Tensor | None], Sequence[Product]]
+from twofour.quantize.schemes import Scheme
 
 #: Projections of Llama-3, by model: rows (output features) and columns (input features) of the weight.
 SHAPES: dict[str, dict[str, tuple[int, int]]] = {
@@ -54,6 +80,9 @@ SHAPES: dict[str, dict[str, tuple[int, int]]] = {
 #: Output features that the reference is computed for.
 SAMPLED_FEATURES = 64
 
+#: Calls of each contender that are timed, and the seconds that plain ones may take together.
+GRAPH_REPEATS, EAGER_REPEATS, CPU_REPEATS, SECONDS = 20, 50, 20, 1.0
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -61,75 +90,6 @@ class Ceilings:
 
     copy_gb_s: float
     matmul_tflops: float
-
-
-def dense_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
-    return rows * columns * dtype.itemsize
-
-
-def packed_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
-    (_, kept), (_, meta) = packed_shapes(rows, columns)
-    return rows * (kept * dtype.itemsize + meta)
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A way to compute the product. A plain factory is taken for one that holds W as 2:4 in x's dtype."""
-
-    make: Factory
-    weight_bytes: Callable[[int, int, torch.dtype], float] = packed_bytes  # of rows, columns, x's dtype
-    work: float = 0.5  # multiplications for each one of a dense product in x's dtype; fp8 counts half
-
-
-def _dense(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
-    return [partial(F.linear, weight=weight, bias=bias) for weight in weights]
-
-
-def _twofour(weights: list[Tensor], bias: Tensor | None, memory: Any = "auto") -> list[Product]:
-    from twofour.nn import SparseLinear
-
-    made: list[Product] = []
-    for weight in weights:
-        rows, columns = weight.shape
-        linear = nn.Linear(columns, rows, bias is not None, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias, requires_grad=False)
-        made.append(SparseLinear.from_dense(linear, memory=memory).eval())
-    return made
-
-
-def _cusparselt(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
-    from twofour.kernels import dispatch
-
-    def forced(layer: Product, x: Tensor) -> Tensor:
-        with dispatch.force("cusparselt"):
-            return layer(x)
-
-    return [partial(forced, layer) for layer in _twofour(weights, bias, memory="fast")]
-
-
-def _torch24(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
-    # What to_sparse_semi_structured calls, with the backend named: the CUTLASS one refuses Hopper.
-    from torch.sparse import SparseSemiStructuredTensorCUSPARSELT as Sparse
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "in prototype stage"
-        return [partial(F.linear, weight=Sparse.from_dense(weight), bias=bias) for weight in weights]
-
-
-CONTENDERS: dict[str, Contender | Factory] = {
-    "dense": Contender(_dense, dense_bytes, work=1.0),
-    "twofour": Contender(_twofour),  # what was measured fastest, for each number of tokens
-    "torch24": Contender(_torch24),
-}
-
-
-#: Further ones where there is a GPU.
-GPU_CONTENDERS: dict[str, Contender | Factory] = {
-    "twofour fast": Contender(partial(_twofour, memory="fast")),  # with cuSPARSELt to choose from
-    "cusparselt": Contender(_cusparselt),  # its best algorithm, with our kept plans
-}
 
 
 def named_shapes(name: str) -> dict[str, tuple[int, int]]:
@@ -170,6 +130,7 @@ def run_products(
     device: torch.device | str = "cuda",
     contenders: Mapping[str, Contender | Factory] | None = None,
     *,
+    scheme: Scheme | None = None,
     bias: bool = False,
     ceilings: Ceilings | None = None,
     copies: int | None = None,
@@ -184,49 +145,62 @@ def run_products(
     """
     device = torch.device(device)
     ceilings = ceilings or measure_ceilings(device, dtype)
-    everyone = {**CONTENDERS, **(GPU_CONTENDERS if torch.device(device).type == "cuda" else {})}
-    given = everyone if contenders is None else contenders
+    given = contenders
+    if given is None and scheme is not None:
+        given = quantized_contenders(scheme, device)
+    elif given is None:
+        given = {**CONTENDERS, **(GPU_CONTENDERS if device.type == "cuda" else {})}
     # Dense first: the ratios of the others need it.
     known = {n: c if isinstance(c, Contender) else Contender(c) for n, c in given.items()}
     known = {n: known[n] for n in sorted(known, key=lambda n: n != "dense")}
+    at = {m: [n for n, c in known.items() if c.most_tokens is None or m <= c.most_tokens] for m in tokens}
+    baselines = {"times_dense": "dense"}
+    about: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    if scheme is not None:
+        baselines["times_dense_same"] = SAME_PRECISION[scheme.codes]
+        about |= {"scheme": scheme.name, "group": scheme.group}
     random = torch.Generator(device).manual_seed(seed)
-    total = len(shapes) * len(tokens) * len(known)
+    total = len(shapes) * sum(len(names) for names in at.values())
     rows: list[dict[str, Any]] = []
     for name, (n, k) in shapes.items():
-        count = copies or copies_past_l2(packed_bytes(n, k, dtype), device)
-        weights = _random_weights(n, k, count, dtype, random)
+        small = packed_bytes(n, k, dtype) if scheme is None else quantized_bytes(scheme)(n, k, dtype)
+        count = copies or copies_past_l2(int(small), device)
+        weights = _random_weights(n, k, count, dtype, random, scheme)
         given_bias = torch.randn(n, device=device, dtype=dtype, generator=random) if bias else None
         made = {which: _make(contender, weights, given_bias) for which, contender in known.items()}
-        for m in tokens:
+        for m, present in at.items():
             x = torch.randn(m, k, device=device, dtype=dtype, generator=random)
             check = _Check(x, weights, given_bias, random)
-            dense: dict[str, Any] | None = None
-            for which, contender in known.items():
-                on_progress(len(rows), total, f"{name}, {m} tokens, {which}")
-                row: dict[str, Any] = {"shape": name, "rows": n, "columns": k, "tokens": m}
-                row |= {"dtype": str(dtype).removeprefix("torch."), "contender": which, "copies": count}
-                _fill(row, made[which], x, check)
-                if which == "dense":
-                    dense = row
-                _derive(row, contender, dense, ceilings, dtype)
-                rows.append(row)
-            del x, check
+            cell: dict[str, dict[str, Any]] = {}
+            for which in present:
+                cell[which] = {"shape": name, "rows": n, "columns": k, "tokens": m, **about}
+                cell[which] |= {"contender": which, "copies": count, "turns": ROUNDS}
+            _Cell(cell, made, known, x, check).measure(partial(on_progress, len(rows), total))
+            for which in present:
+                _derive(cell[which], known[which], cell, baselines, ceilings, dtype)
+            rows += cell.values()
+            del x, check, cell
         del weights, made, given_bias
         free(device)
     on_progress(total, total, "done")
     return rows
 
 
-def _random_weights(rows: int, columns: int, count: int, dtype: torch.dtype, random: Any) -> list[Tensor]:
-    """Matrices that keep two of four, with nothing else zero and outputs of about 1."""
+def _random_weights(
+    rows: int, columns: int, count: int, dtype: torch.dtype, random: Any, scheme: Scheme | None
+) -> list[Any]:
+    """Matrices that keep two of four, with outputs of about 1: dense, or packed codes of a scheme."""
+    if scheme is not None:
+        codes = random_codes(rows, columns, scheme, dtype, random)
+        return [codes, *(in_other_order(codes, random) for _ in range(count - 1))]
     options = {"device": random.device, "generator": random}
     first = torch.randn(rows, columns, dtype=dtype, **options) * (2 / columns) ** 0.5
-    first *= keep_best(first.abs())
+    first *= keep_best(first.abs())  # nothing else is zero
     # The same rows in another order are as good as new ones, and cheaper.
     return [first, *(first[torch.randperm(rows, **options)] for _ in range(count - 1))]
 
 
-def _make(contender: Contender, weights: list[Tensor], bias: Tensor | None) -> Sequence[Product] | str:
+def _make(contender: Contender, weights: list[Any], bias: Tensor | None) -> Sequence[Product] | str:
     """The products, or what went wrong."""
     try:
         return contender.make(weights, bias)
@@ -237,18 +211,17 @@ def _make(contender: Contender, weights: list[Tensor], bias: Tensor | None) -> S
 class _Check:
     """The relative error of an output over sampled features, against float64."""
 
-    def __init__(
-        self, x: Tensor, weights: list[Tensor], bias: Tensor | None, random: torch.Generator
-    ) -> None:
+    def __init__(self, x: Tensor, weights: list[Any], bias: Tensor | None, random: torch.Generator) -> None:
         rows = weights[0].shape[0]
         self.chosen = torch.randperm(rows, device=x.device, generator=random)[:SAMPLED_FEATURES]
         wide, add = x.double(), 0.0 if bias is None else bias[self.chosen].double()
         # The first and the last copy: a contender that mixes its copies up would be found.
         self.ends = sorted({0, len(weights) - 1})
-        self.references = [wide @ weights[i][self.chosen].double().T + add for i in self.ends]
-        self.dense = self([partial(F.linear, weight=weight, bias=bias) for weight in weights], x)
+        self.references = [wide @ _exact(weights[i], self.chosen).T + add for i in self.ends]
+        ends = {i: partial(F.linear, weight=_dense(weights[i]), bias=bias) for i in self.ends}
+        self.dense = self(ends, x)
 
-    def __call__(self, products: Sequence[Product], x: Tensor) -> float:
+    def __call__(self, products: Sequence[Product] | Mapping[int, Product], x: Tensor) -> float:
         errors = []
         for which, reference in zip(self.ends, self.references, strict=True):
             y = products[which](x)[:, self.chosen].double()
@@ -256,37 +229,86 @@ class _Check:
         return max(errors, key=lambda e: (e != e, e))  # NaN is the worst
 
 
-def _fill(row: dict[str, Any], made: Sequence[Product] | str, x: Tensor, check: _Check) -> None:
-    """What is measured. What was measured before an error stays beside it."""
-    row |= {"graph_ms": None, "eager_ms": None, "host_us": None}
-    row |= {"relative_error": None, "dense_relative_error": check.dense}
-    if isinstance(made, str):
-        row["error"] = made
-        return
-    calls = [partial(product, x) for product in made]
-    try:
-        row["relative_error"] = check(made, x)
-        if x.device.type != "cuda":
-            row["eager_ms"] = time_cpu(calls[0])
+def _exact(weight: Tensor | Packed24, rows: Tensor) -> Tensor:
+    return exact_rows(weight, rows) if isinstance(weight, Packed24) else weight[rows].double()
+
+
+def _dense(weight: Tensor | Packed24) -> Tensor:
+    return weight.unpack() if isinstance(weight, Packed24) else weight
+
+
+class _Cell:
+    """The rows of one shape and number of tokens while they are measured, all contenders in turns.
+
+    What was measured of a contender before it raised stays beside the error.
+    """
+
+    def __init__(
+        self,
+        rows: dict[str, dict[str, Any]],
+        made: Mapping[str, Sequence[Product] | str],
+        known: Mapping[str, Contender],
+        x: Tensor,
+        check: _Check,
+    ) -> None:
+        self.rows, self.gpu = rows, x.device.type == "cuda"
+        self.title = "{shape}, {tokens} tokens".format(**next(iter(rows.values())))
+        self.calls: dict[str, list[Call]] = {}  # of those that have not failed
+        for which, row in rows.items():
+            products = made[which]
+            row |= {"graph_ms": None, "eager_ms": None, "host_us": None}
+            row |= {"relative_error": None, "dense_relative_error": check.dense}
+            if isinstance(products, str):
+                row["error"] = products
+                continue
+            try:
+                if known[which].scaled:
+                    row["relative_error"] = check(products, x)
+                self.calls[which] = [partial(product, x) for product in products]
+            except Exception as error:
+                row["error"] = one_line(error)
+
+    def measure(self, tell: Callable[[str], None]) -> None:
+        tell(f"{self.title}, plain calls")
+        timer, repeats = (eager_timer, EAGER_REPEATS) if self.gpu else (cpu_timer, CPU_REPEATS)
+        self._times("eager_ms", lambda calls: timer(calls[0], SECONDS / ROUNDS), repeats)
+        if not self.gpu:
             return
-        row["eager_ms"] = time_eager(calls[0])
-        row["host_us"] = host_microseconds(calls[0])
-        row["graph_ms"] = time_graph(calls)
-    except Exception as error:
-        row["error"] = one_line(error)
+        for which, calls in list(self.calls.items()):
+            try:
+                self.rows[which]["host_us"] = host_microseconds(calls[0])
+            except Exception as error:
+                self._failed(which, error)
+        tell(f"{self.title}, CUDA graphs")
+        self._times("graph_ms", graph_timer, GRAPH_REPEATS)
+
+    def _times(self, field: str, make: Callable[[list[Call]], Timer], repeats: int) -> None:
+        timers = {which: partial(make, calls) for which, calls in self.calls.items()}
+        results: dict[str, Times | Exception] = in_turns(timers, repeats)
+        for which, times in results.items():
+            if isinstance(times, Exception):
+                self._failed(which, times)
+            else:
+                self.rows[which][field] = times
+
+    def _failed(self, which: str, error: Exception) -> None:
+        self.rows[which]["error"] = one_line(error)
+        del self.calls[which]
 
 
 def _derive(
     row: dict[str, Any],
     contender: Contender,
-    dense: dict[str, Any] | None,
+    cell: Mapping[str, dict[str, Any]],
+    baselines: Mapping[str, str],
     ceilings: Ceilings,
     dtype: torch.dtype,
 ) -> None:
-    """What follows from what was measured."""
-    for how in ("graph", "eager"):
-        own, other = row[f"{how}_ms"], dense and dense[f"{how}_ms"]
-        row[f"times_dense_{how}"] = other["p50"] / own["p50"] if own and other else None
+    """What follows from what was measured. `baselines`: names of ratios, and whose time is in them."""
+    for ratio, baseline in baselines.items():
+        for how in ("graph", "eager"):
+            own, other = row[f"{how}_ms"], cell.get(baseline, {}).get(f"{how}_ms")
+            row[f"{ratio}_{how}"] = other["p50"] / own["p50"] if own and other else None
     row |= {"weight_gb_s": None, "tflops": None, "roofline_share": None}
     # Without a graph a GPU's time has the host in it, and says nothing about bytes and multiplications.
     times = row["graph_ms"] or (row["eager_ms"] if row["host_us"] is None else None)

@@ -6,6 +6,9 @@
 * `time_eager`: device events around one plain call on an idle device. Here the host is in the figure.
 * `host_microseconds`: how long a plain call holds the host before it returns.
 * `time_cpu`: the same call on a machine without a GPU.
+* `in_turns`: several contenders of one comparison. A chip at its power limit, or a machine that others use
+  too, is slower at one time than at another, so all of them get a part of every stretch of time. Each is
+  given as a `Timer`: `graph_timer`, `eager_timer` or `cpu_timer`.
 
 All of them warm up first and give 20th, 50th and 80th percentiles, never a mean. Time on random data:
 a product of zeros draws less power, and a GPU at its power limit then runs faster than it ever will.
@@ -19,7 +22,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +32,13 @@ Call = Callable[[], object]
 #: Milliseconds by percentile: "p20", "p50", "p80".
 Times = dict[str, float]
 
+#: Milliseconds of as many calls as it is asked for, or of fewer where they take long, but of one at least.
+Timer = Callable[[int], list[float]]
+
 WARM_UP = 3
+
+#: Turns of each contender. An odd number, so that the median is of one of them.
+ROUNDS = 5
 
 #: A replay shorter than this would measure its launch; the calls are then captured several times over.
 REPLAY_MS = 2.0
@@ -64,8 +73,46 @@ def copies_past_l2(weight_bytes: int, device: torch.device | str, times: float =
     return max(1, math.ceil(times * cache / max(weight_bytes, 1)))
 
 
+def in_turns(
+    timers: Mapping[str, Callable[[], Timer]], repeats: int, rounds: int = ROUNDS
+) -> dict[str, Times | Exception]:
+    """Times of several contenders, A B C, C B A, A B C and so on; all of them are made before the first turn.
+
+    `repeats` calls of each, shared out among its turns. "p50" is the median of the turns' medians, the others
+    are over all calls. One that raises gives what it raised, and the others go on without it.
+    """
+    results: dict[str, Times | Exception] = {}
+    ready: dict[str, Timer] = {}
+    for name, make in timers.items():
+        try:
+            ready[name] = make()
+        except Exception as error:
+            results[name] = error
+    turns: dict[str, list[list[float]]] = {name: [] for name in ready}
+    for number in range(rounds):
+        # Back and forth: nobody comes after the same one every time, or always first.
+        for name in list(ready) if number % 2 == 0 else list(ready)[::-1]:
+            try:
+                turns[name].append(ready[name](max(1, round(repeats / rounds))))
+            except Exception as error:
+                results[name] = error
+                del ready[name]
+    for name in ready:
+        middle = statistics.median(statistics.median(turn) for turn in turns[name])
+        results[name] = percentiles([ms for turn in turns[name] for ms in turn]) | {"p50": middle}
+    return {name: results[name] for name in timers}
+
+
 def time_graph(calls: Sequence[Call], repeats: int = 30) -> Times:
     """Milliseconds per call, from replays of one CUDA graph of all of them in turn."""
+    return percentiles(graph_timer(calls)(repeats))
+
+
+def graph_timer(calls: Sequence[Call], replay_ms: float = REPLAY_MS) -> Timer:
+    """As `time_graph`, captured now and replayed when it is asked for.
+
+    A replay takes `replay_ms` at least. Less is quicker to measure, with more of the launch in the figure.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -76,11 +123,11 @@ def time_graph(calls: Sequence[Call], repeats: int = 30) -> Times:
     torch.cuda.synchronize()
     graph = _capture(calls, stream, rounds=1)
     once = statistics.median(_replay(graph, 5))
-    rounds = min(math.ceil(REPLAY_MS / max(once, 1e-3)), max(1, GRAPH_CALLS // len(calls)))
+    rounds = min(math.ceil(replay_ms / max(once, 1e-3)), max(1, GRAPH_CALLS // len(calls)))
     if rounds > 1:
         del graph  # its memory goes to the next one
         graph = _capture(calls, stream, rounds)
-    return percentiles([ms / (rounds * len(calls)) for ms in _replay(graph, repeats)])
+    return lambda repeats: [ms / (rounds * len(calls)) for ms in _replay(graph, repeats)]
 
 
 def _capture(calls: Sequence[Call], stream: torch.cuda.Stream, rounds: int) -> torch.cuda.CUDAGraph:
@@ -93,7 +140,7 @@ def _capture(calls: Sequence[Call], stream: torch.cuda.Stream, rounds: int) -> t
 
 
 def _replay(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
-    for _ in range(WARM_UP):
+    for _ in range(WARM_UP):  # also at the start of a turn: the chip comes from other work
         graph.replay()
     pairs = []
     for _ in range(repeats):
@@ -111,19 +158,28 @@ def time_eager(call: Call, repeats: int = 50, seconds: float = 1.0) -> Times:
 
     Stops after `seconds`, with at least five calls timed.
     """
+    return percentiles(eager_timer(call, seconds, at_least=5)(repeats))
+
+
+def eager_timer(call: Call, seconds: float, at_least: int = 1) -> Timer:
+    """As `time_eager`, with `seconds` for each turn."""
     for _ in range(WARM_UP):
         call()
-    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    begin = time.perf_counter()
-    while len(pairs) < repeats and (len(pairs) < 5 or time.perf_counter() - begin < seconds):
+
+    def timer(repeats: int) -> list[float]:
+        pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        begin = time.perf_counter()
+        while len(pairs) < repeats and (len(pairs) < at_least or time.perf_counter() - begin < seconds):
+            torch.cuda.synchronize()
+            start, end = _event(), _event()
+            start.record()
+            call()
+            end.record()
+            pairs.append((start, end))
         torch.cuda.synchronize()
-        start, end = _event(), _event()
-        start.record()
-        call()
-        end.record()
-        pairs.append((start, end))
-    torch.cuda.synchronize()
-    return percentiles([start.elapsed_time(end) for start, end in pairs])
+        return [start.elapsed_time(end) for start, end in pairs]
+
+    return timer
 
 
 def host_microseconds(call: Call, repeats: int = 200, seconds: float = 1.0) -> float:
@@ -147,14 +203,23 @@ def host_microseconds(call: Call, repeats: int = 200, seconds: float = 1.0) -> f
 
 def time_cpu(call: Call, repeats: int = 20, seconds: float = 1.0) -> Times:
     """Milliseconds of one call on the CPU. Stops after `seconds`, with at least five calls timed."""
+    return percentiles(cpu_timer(call, seconds, at_least=5)(repeats))
+
+
+def cpu_timer(call: Call, seconds: float, at_least: int = 1) -> Timer:
+    """As `time_cpu`, with `seconds` for each turn."""
     call()
-    times: list[float] = []
-    begin = time.perf_counter()
-    while len(times) < repeats and (len(times) < 5 or time.perf_counter() - begin < seconds):
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e3)
-    return percentiles(times)
+
+    def timer(repeats: int) -> list[float]:
+        times: list[float] = []
+        begin = time.perf_counter()
+        while len(times) < repeats and (len(times) < at_least or time.perf_counter() - begin < seconds):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
+
+    return timer
 
 
 def about(device: torch.device | str) -> dict[str, Any]:

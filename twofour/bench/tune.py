@@ -1,8 +1,9 @@
 """Measure which kernel is fastest for the products of a model on this GPU, and remember it.
 
-Every candidate is first run once and compared with float64 on a sample of the outputs: one whose error is
-more than 1.2 times that of the dense product does not count, however fast. Then all are timed from CUDA
-graphs with the weights rotated past the L2, the best few once more with care. The best of each is kept.
+Every candidate is first run once and compared with float64 on a sample of the outputs; one that is not exact
+enough does not count, however fast (tuned_weights.py says what is enough). Then all are timed from CUDA
+graphs with the weights rotated past the L2, and the best few once more, in turns and with care. The best of
+each backend is kept.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twofour.bench.timing import copies_past_l2, time_graph
+from twofour.bench.timing import Timer, graph_timer, in_turns
+from twofour.bench.tuned_weights import CodesToTune, ToTune, WeightsToTune
 from twofour.errors import TwoFourError
-from twofour.kernels import ampere, cusparselt, dispatch, hopper, tuning
-from twofour.packed import Packed24, pack
-from twofour.pattern import keep_best
+from twofour.kernels import dispatch, tuning
 from twofour.progress import OnProgress, silent
+from twofour.quantize.schemes import Scheme
 
-#: Candidates that are timed a second time.
-FINALISTS = 4
+#: Replays of each candidate, and the least milliseconds of one: enough to see which are among the best.
+FIRST_REPEATS, FIRST_MS = 5, 0.3
 
-#: How often each of them is.
-ROUNDS = 3
+#: Candidates that are timed a second time: the best, and the best two of other backends.
+FINALISTS, OTHERS = 4, 2
+
+#: Replays of each of them, and the turns that they are shared out to.
+REPEATS, ROUNDS = 12, 3
 
 #: What the others must beat. Kept in the table too, for layers whose dense weight may stay in memory.
 DENSE = dispatch.Choice("dense")
@@ -37,34 +41,37 @@ DENSE = dispatch.Choice("dense")
 #: Dense must be so much faster to come first: keeping its weight costs memory.
 DENSE_MARGIN = 1.03
 
-#: A candidate may be so much less exact than the dense product.
-TOLERANCE = 1.2
 
-SAMPLED_FEATURES = 128
-
-
+@torch.no_grad()
 def tune(
     shapes: Iterable[tuple[int, int]],
     buckets: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
     on_progress: OnProgress = silent,
+    scheme: Scheme | None = None,
 ) -> list[dict[str, Any]]:
-    """Tune weights of these [n, k] for these numbers of tokens; one row of figures each."""
-    shapes = list(dict.fromkeys(shapes))
-    rows = []
-    on_progress(0, len(shapes) * len(buckets), "compiling")
-    hopper.compile_all([c for b in buckets for c in hopper.configs(b)], dtype, device)
-    if hopper.why_not(device, dtype, 128, 128):
-        ampere.compile_all([c for b in buckets for c in ampere.configs(b)], dtype, device)
-    for number, (n, k) in enumerate(shapes):
-        weights = _Weights(n, k, dtype, device)
-        for step, bucket in enumerate(buckets):
-            on_progress(number * len(buckets) + step, len(shapes) * len(buckets), f"{n}×{k}, {bucket} tokens")
-            rows.append(_tune_one(weights, bucket))
-        del weights
-        torch.cuda.empty_cache()
-    on_progress(len(shapes) * len(buckets), len(shapes) * len(buckets), "done")
+    """Tune weights of these [n, k] for these numbers of tokens, with a scheme: of its codes.
+
+    One row of figures for each that a kernel runs.
+    """
+    shapes, buckets = list(dict.fromkeys(shapes)), list(dict.fromkeys(buckets))
+    kind = WeightsToTune if scheme is None else partial(CodesToTune, scheme=scheme)
+    rows: list[dict[str, Any]] = []
+    steps, total = itertools.count(), len(shapes) * len(buckets)
+    to_tune: list[ToTune] = [kind(n, k, dtype, device) for n, k in shapes]
+    on_progress(0, total, "compiling")
+    for weights in to_tune:
+        weights.compile(buckets)
+    for weights in to_tune:
+        weights.make()
+        for bucket in buckets:
+            on_progress(next(steps), total, f"{weights.n}×{weights.k}, {bucket} tokens")
+            rows += _tune_one(weights, bucket)
+        weights.drop()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    on_progress(total, total, "done")
     dispatch.forget()
     return rows
 
@@ -94,74 +101,74 @@ def shapes_to_tune(layers: Mapping[str, tuple[int, int]]) -> list[tuple[int, int
     return list(dict.fromkeys(found))
 
 
-class _Weights:
-    """Random 2:4 weights of one shape in all forms, enough copies to be past the L2."""
-
-    def __init__(self, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.n, self.k, self.dtype, self.device = n, k, dtype, device
-        self.dense: list[Tensor] = []
-        self.packed: list[Packed24] = []
-        self.compressed: list[Tensor | None] = []
-        usable = cusparselt.why_not(device, dtype, n, k) is None
-        for _ in range(copies_past_l2(n * k * dtype.itemsize * 9 // 16, device)):
-            weight = torch.randn(n, k, device=device, dtype=dtype) / k**0.5
-            weight = weight.where(keep_best(weight.abs()), 0)
-            self.dense.append(weight)
-            self.packed.append(pack(weight))
-            self.compressed.append(cusparselt.compress(weight) if usable else None)
-
-
-def _tune_one(weights: _Weights, bucket: int) -> dict[str, Any]:
+def _tune_one(weights: ToTune, bucket: int) -> list[dict[str, Any]]:
+    """Its row, none if nothing is right."""
     x = torch.randn(bucket, weights.k, device=weights.device, dtype=weights.dtype)
-    index = weights.device.index or 0
-    compressed = weights.compressed[0] is not None
-    product = dispatch.Product(weights.n, weights.k, bucket, weights.dtype, index, compressed)
-    features = torch.randperm(weights.n, device=weights.device)[:SAMPLED_FEATURES]
-    exact = x.double() @ weights.dense[0][features].double().t()
-    allowed = TOLERANCE * _error(F.linear(x, weights.dense[0])[:, features], exact)
+    product = weights.product(bucket)
+    finalists, refused = _first_round(weights, product, x)
+    best = _second_round(weights, product, x, finalists)
+    dense, ours = best.pop(DENSE.backend), sorted(best.values(), key=lambda entry: entry[0])
+    if not ours:
+        return []
+    kept = ours
+    if weights.may_be_dense:
+        kept = sorted([*ours, dense], key=lambda e: e[0] * (DENSE_MARGIN if e[1] == DENSE else 1))
+    choices = [{**asdict(choice), "ms": round(ms, 5)} for ms, choice in kept]
+    tuning.remember(product.key, product.device, choices)
+    row = {
+        "n": weights.n,
+        "k": weights.k,
+        "tokens": bucket,
+        "key": product.key,
+        "scheme": weights.scheme and weights.scheme.name,
+        "group": weights.scheme and weights.scheme.group,
+        "dense_ms": dense[0],
+        "best": {choice.backend: {"ms": ms, **choice.config} for ms, choice in ours},
+        "times_dense": dense[0] / ours[0][0],
+        "refused": refused,
+    }
+    return [row]
+
+
+def _first_round(
+    weights: ToTune, product: Any, x: Tensor
+) -> tuple[list[dispatch.Choice], list[dict[str, Any]]]:
+    """The candidates that are worth a second look, and those that are wrong."""
+    is_right = weights.check(x)
     timed: list[tuple[float, dispatch.Choice]] = []
     refused = []
-    for choice in dispatch.candidates(product):
-        run = dispatch.runner(product, choice)
+    for choice in weights.candidates(product):
         try:
-            y = run(x, weights.packed[0].values, weights.packed[0].meta, None, weights.compressed[0])
-            if not _error(y[:, features], exact) <= allowed:
+            run = weights.runner(product, choice)
+            if not is_right(choice, run(x, *weights.tensors[0])):
                 refused.append(asdict(choice))
                 continue
-            timed.append((time_graph(_calls(run, x, weights), 5)["p50"], choice))
+            timed.append((median(graph_timer(_calls(run, x, weights), FIRST_MS)(FIRST_REPEATS)), choice))
         except TwoFourError:
             refused.append(asdict(choice))
     timed.sort(key=lambda entry: entry[0])
     others = [entry for entry in timed[FINALISTS:] if entry[1].backend != timed[0][1].backend]
-    finalists = [choice for _, choice in timed[:FINALISTS] + others[:2]]
-    runs = [(choice, _calls(dispatch.runner(product, choice), x, weights)) for choice in finalists]
-    runs.append((DENSE, [partial(F.linear, x, weight) for weight in weights.dense]))
-    # In turns: a chip at its power limit is slower after hard work, and who comes first must not win by it.
-    rounds = [[time_graph(calls, 10)["p50"] for _, calls in runs] for _ in range(ROUNDS)]
+    return [choice for _, choice in timed[:FINALISTS] + others[:OTHERS]], refused
+
+
+def _second_round(
+    weights: ToTune, product: Any, x: Tensor, finalists: list[dispatch.Choice]
+) -> dict[str, tuple[float, dispatch.Choice]]:
+    """The fastest of each backend, dense among them, all timed in turns."""
+    timers: dict[str, Callable[[], Timer]] = {}
+    for number, choice in enumerate(finalists):
+        calls = _calls(weights.runner(product, choice), x, weights)
+        timers[str(number)] = partial(graph_timer, calls)
+    timers["dense"] = partial(graph_timer, [partial(F.linear, x, weight) for weight in weights.dense])
     best: dict[str, tuple[float, dispatch.Choice]] = {}
-    for (choice, _), times in zip(runs, zip(*rounds, strict=True), strict=True):
-        ms = median(times)
-        if choice.backend not in best or ms < best[choice.backend][0]:
-            best[choice.backend] = (ms, choice)
-    kept = sorted(best.values(), key=lambda entry: entry[0] * (DENSE_MARGIN if entry[1] == DENSE else 1))
-    tuning.remember(product.key, index, [{**asdict(choice), "ms": round(ms, 5)} for ms, choice in kept])
-    dense = best["dense"][0]
-    sparse = [(ms, choice) for ms, choice in kept if choice != DENSE]
-    return {
-        "n": weights.n,
-        "k": weights.k,
-        "tokens": bucket,
-        "dense_ms": dense,
-        "best": {choice.backend: {"ms": ms, **choice.config} for ms, choice in sparse},
-        "times_dense": dense / sparse[0][0],
-        "refused": refused,
-    }
+    results = in_turns(timers, REPEATS, ROUNDS).values()
+    for choice, times in zip([*finalists, DENSE], results, strict=True):
+        if isinstance(times, Exception):
+            raise times  # it ran before
+        if choice.backend not in best or times["p50"] < best[choice.backend][0]:
+            best[choice.backend] = (times["p50"], choice)
+    return best
 
 
-def _calls(run: dispatch.Run, x: Tensor, weights: _Weights) -> list[Callable[[], Tensor]]:
-    forms = zip(weights.packed, weights.compressed, strict=True)
-    return [partial(run, x, p.values, p.meta, None, c) for p, c in forms]
-
-
-def _error(y: Tensor, exact: Tensor) -> float:
-    return float((y.double() - exact).norm() / exact.norm())
+def _calls(run: Callable[..., Tensor], x: Tensor, weights: ToTune) -> list[Callable[[], Tensor]]:
+    return [partial(run, x, *tensors) for tensors in weights.tensors]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from twofour.cli.output import (
     table,
 )
 from twofour.errors import InputError
+
+if TYPE_CHECKING:  # it brings torch
+    from twofour.quantize.schemes import Scheme
 
 EXAMPLE = "Example: [bold]twofour bench ./Llama-3-8B-24-packed --data wiki.test.txt --save[/]"
 
@@ -84,6 +87,13 @@ def command(
         ),
     ] = False,
     layers: Annotated[int, typer.Option(min=1, help="Layers of that model.")] = 32,
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            metavar="S,S,…",
+            help="With random weights of these schemes instead of 16 bits: int8, fp8, int4 and others.",
+        ),
+    ] = None,
     save: Save = False,
     json: Json = False,
 ) -> None:
@@ -93,9 +103,9 @@ def command(
     from twofour.bench.timing import about
 
     if directory is not None:
-        if shapes is not None or end_to_end or tokens is not None:
+        if shapes is not None or end_to_end or tokens is not None or scheme is not None:
             raise InputError(
-                "give a model directory, or --shapes and --end-to-end for models of random weights.",
+                "give a model directory, or --shapes, --end-to-end and --scheme for random weights.",
                 hint="A directory takes --batches, --prompt and --generate instead of --tokens.",
             )
         _model(
@@ -112,6 +122,7 @@ def command(
         raise InputError(f"{alone[0]} is for a model: give its directory.")
     if dtype not in DTYPES:
         raise InputError(f"cannot measure in {dtype!r}.", hint=f"Choose one of: {', '.join(DTYPES)}.")
+    schemes = _schemes(scheme)
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     counts = _counts(tokens, "--tokens", "1,16,2048") or (GPU_TOKENS if gpu else CPU_TOKENS)
@@ -120,9 +131,9 @@ def command(
         note(NO_GPU)
         document["note"] = NO_GPU
     if shapes is not None or not end_to_end:
-        document |= _products(shapes or "8B", counts, getattr(torch, dtype), device)
+        document |= _products(shapes or "8B", counts, getattr(torch, dtype), device, schemes)
     if end_to_end:
-        document["end_to_end"] = _end_to_end(layers, getattr(torch, dtype), device)
+        document["end_to_end"] = _end_to_end(layers, getattr(torch, dtype), device, schemes)
     if json:
         print_json(document)
         return
@@ -143,6 +154,12 @@ def _counts(text: str | None, option: str, example: str) -> tuple[int, ...] | No
             f"{option} {text!r} is not a list of positive numbers.", hint=f"Write it as {example}."
         )
     return tuple(int(part) for part in parts)
+
+
+def _schemes(names: str | None) -> list[Scheme]:
+    from twofour.quantize.schemes import scheme_named
+
+    return [] if names is None else [scheme_named(name.strip()) for name in names.split(",")]
 
 
 def _model(
@@ -166,26 +183,36 @@ def _model(
         show_model(document)
 
 
-def _products(shapes: str, counts: tuple[int, ...], dtype: Any, device: Any) -> dict[str, Any]:
+def _products(
+    shapes: str, counts: tuple[int, ...], dtype: Any, device: Any, schemes: list[Scheme]
+) -> dict[str, Any]:
     from twofour.bench.products import measure_ceilings, named_shapes, run_products
 
     chosen = named_shapes(shapes)  # a name that does not exist is an error on any machine
     if device.type != "cuda":
         chosen = named_shapes("tiny")
     ceilings = measure_ceilings(device, dtype)
-    with progress("measuring products") as on_progress:
-        rows = run_products(chosen, counts, dtype, device, ceilings=ceilings, on_progress=on_progress)
+    rows: list[dict[str, Any]] = []
+    each: list[Scheme | None] = [*schemes] or [None]
+    for scheme in each:
+        what = "measuring products" + (f" in {scheme.name}" if scheme else "")
+        with progress(what) as on_progress:
+            options: dict[str, Any] = {"scheme": scheme, "ceilings": ceilings, "on_progress": on_progress}
+            rows += run_products(chosen, counts, dtype, device, **options)
     return {"ceilings": asdict(ceilings), "products": rows}
 
 
-def _end_to_end(layers: int, dtype: Any, device: Any) -> list[dict[str, Any]]:
-    from twofour.bench.end_to_end import Case, run_end_to_end
+def _end_to_end(layers: int, dtype: Any, device: Any, schemes: list[Scheme]) -> list[dict[str, Any]]:
+    from twofour.bench.end_to_end import BASELINES, run_end_to_end
+    from twofour.bench.steps import FEW_CASES, Case
 
     quiet_libraries()
     options: dict[str, Any] = {}
+    if schemes:
+        options = {"contenders": [*BASELINES, *(scheme.name for scheme in schemes)], "cases": FEW_CASES}
     if device.type != "cuda":
         layers = min(layers, 2)
-        options = {"shape": TINY_MODEL, "cases": (Case("prefill", 1, 64), Case("decode", 1, 64))}
+        options |= {"shape": TINY_MODEL, "cases": (Case("prefill", 1, 64), Case("decode", 1, 64))}
     with progress("measuring a model") as on_progress:
         return run_end_to_end(layers, device, dtype=dtype, on_progress=on_progress, **options)
 
@@ -198,21 +225,23 @@ def _show_products(document: dict[str, Any]) -> None:
     )
     shown = []
     for row in rows:
-        times, ratio = row["graph_ms"] or row["eager_ms"], row["times_dense_graph"]
-        if row["graph_ms"] is None:
-            ratio = row["times_dense_eager"]
+        how = "eager" if row["graph_ms"] is None else "graph"
+        ratios = [
+            row[f"{name}_{how}"] for name in ("times_dense", "times_dense_same") if f"{name}_{how}" in row
+        ]
         shown.append(
             (
-                f"{row['shape']} {row['rows']}×{row['columns']}",
+                " ".join(filter(None, [row.get("scheme"), row["shape"], f"{row['rows']}×{row['columns']}"])),
                 row["tokens"],
                 row["contender"],
-                "failed" if "error" in row else f"{times['p50']:.4f}",
-                _figure(ratio, "{:.2f}"),
+                "failed" if "error" in row else f"{row[f'{how}_ms']['p50']:.4f}",
+                *(_figure(ratio, "{:.2f}") for ratio in ratios),
                 _figure(row["host_us"], "{:.0f}"),
                 _figure(row["roofline_share"], "{:.0%}"),
             )
         )
-    columns = ("shape", "tokens", "contender", "ms", "× dense", "host µs", "% roofline")
+    same = ["× dense, same bits"] if "scheme" in rows[0] else []
+    columns = ("shape", "tokens", "contender", "ms", "× dense", *same, "host µs", "% roofline")
     table("Products y = x·Wᵀ", columns, shown)
     _show_errors(f"{row['contender']}: {row['error']}" for row in rows if "error" in row)
 
@@ -232,12 +261,17 @@ def _show_end_to_end(rows: list[dict[str, Any]]) -> None:
     ]
     columns = ("what", "contender", "ms", "× dense", "× dense_fused", "tokens/s", "peak memory")
     table(f"A model of {rows[0]['layers']} layers", columns, shown)
-    packed = next((row for row in rows if row.get("resident_share")), None)
-    if packed is not None:
+    first = {row["contender"]: row for row in reversed(rows) if row.get("resident_share")}
+    for packed in reversed(first.values()):
         say(
-            f"{packed['packed_layers']} packed layers take {packed['resident_share']:.1%} of their dense "
-            f"bytes. Against the pruned dense model the logits differ by at most "
-            f"{packed['logits_max_relative_error']:.1e} of the largest."
+            f"{packed['contender']}: {packed['packed_layers']} packed layers take "
+            f"{packed['resident_share']:.1%} of their dense bytes."
+        )
+    compared = next((row for row in rows if "logits_max_relative_error" in row), None)
+    if compared is not None:
+        say(
+            "Against the pruned dense model the logits differ by at most "
+            f"{compared['logits_max_relative_error']:.1e} of the largest."
         )
     _show_errors(
         f"{row['contender']}, {row['what']} {row['batch']}×{row['tokens']}: {row['error']}"

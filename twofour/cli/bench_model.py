@@ -23,7 +23,7 @@ def show_model(document: dict[str, Any]) -> None:
         note(escape(text))
     machine, dense = document["about"], document["dense"]
     where = f"{machine['gpu'] or 'CPU'}, torch {machine['torch']}, {document['dtype']}, {machine['date']}"
-    say(escape(f"{document['model']} ({document['form']}) on {where}"))
+    say(escape(f"{document['model']} ({document['form']}{_scheme(document)}) on {where}"))
     say(escape(f"Dense is {HOW_DENSE[dense['found']].format(model=dense['model'])}."))
     _show_times(document)
     _show_sizes(document)
@@ -71,7 +71,7 @@ def _show_sizes(document: dict[str, Any]) -> None:
         (what, *(_bytes(sizes[who][key]) for who in ("dense", "sparse")))
         for what, key in (("on disk", "disk_bytes"), ("in memory", "memory_bytes"))
     ]
-    table("Size", ("all tensors", "dense", "2:4"), rows)
+    table("Size", ("all tensors", "dense", f"2:4{_scheme(document)}"), rows)
 
 
 def _show_accuracy(document: dict[str, Any]) -> None:
@@ -87,6 +87,12 @@ def _show_accuracy(document: dict[str, Any]) -> None:
             f"The same most likely token as dense at {agreement['share']:.1%} of {agreement['tokens']} "
             f"positions ({agreement['over']}), KL {agreement['kl']:.4f} nats"
         )
+
+
+def _scheme(document: dict[str, Any]) -> str:
+    """What is stored besides 2:4, if it is quantized."""
+    scheme = document["scheme"]
+    return f" {scheme['name']}" if scheme else ""
 
 
 def _figure(value: float | None, form: str) -> str:

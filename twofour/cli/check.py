@@ -51,6 +51,9 @@ def command(
     if len(report.faults) > MOST_FAULTS:
         note(f"… and {len(report.faults) - MOST_FAULTS} more faults (all with --json).")
     form = "packed" if report.packed else "dense"
+    if report.scheme:
+        group = report.scheme.get("group")
+        form += f" {report.scheme['name']}{f' in groups of {group}' if group else ''}"
     sums = f"{report.checksums} of {report.tensors} tensors compared with their checksums"
     verdict = "[green]sound[/]" if report.ok else f"[red]{len(report.faults)} faults[/]"
     say(f"{directory}: {form}, {size(report.bytes)}, {sums}: {verdict}")

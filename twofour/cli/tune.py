@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from twofour.cli.output import Json, Save, keep, print_json, progress, quiet_libraries, say, table
+from twofour.cli.output import Json, Save, keep, note, print_json, progress, quiet_libraries, say, table
 
 EXAMPLE = "Example: [bold]twofour tune ./Llama-3-8B-24-packed[/]"
 
@@ -19,6 +19,14 @@ def command(
     shapes: Annotated[str | None, typer.Option(help="Or the shapes of a known one: 8B, 70B.")] = None,
     tokens: Annotated[str, typer.Option(help="Numbers of tokens, or all.")] = "all",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help="Tune weights of this scheme: int8, fp8, int4, int8-weight, fp8-weight. "
+            "Default: that of the model, else 16 bits."
+        ),
+    ] = None,
+    group: Annotated[int | None, typer.Option(help="Columns that share a scale in int4.")] = None,
     save: Save = False,
     json: Json = False,
 ) -> None:
@@ -30,15 +38,19 @@ def command(
     from twofour.bench.tune import shapes_to_tune, tune
     from twofour.errors import InputError
     from twofour.io.checkpoint import Checkpoint
-    from twofour.io.format import is_packed, packed_modules
+    from twofour.io.format import is_packed, packed_modules, scheme_of
     from twofour.io.structure import checkpoint_layers
     from twofour.kernels import dispatch, tuning
+    from twofour.quantize.schemes import scheme_named
 
     quiet_libraries()
     if (directory is None) == (shapes is None):
         raise InputError("give a model directory or --shapes, one of them.")
     if save and directory is None:
         raise InputError("--save keeps the document beside a model: give its directory.")
+    if group is not None and scheme is None:
+        raise InputError("--group is for a scheme: give --scheme int4.")
+    chosen = None if scheme is None else scheme_named(scheme, group)
     if not torch.cuda.is_available():
         raise InputError("tuning needs a GPU, and PyTorch finds none.", hint="See twofour doctor.")
     if dtype not in ("bfloat16", "float16"):
@@ -53,15 +65,24 @@ def command(
         assert directory is not None
         checkpoint = Checkpoint(directory)
         if is_packed(checkpoint.config):
-            modules = packed_modules(checkpoint.config["quantization_config"])
+            ours = checkpoint.config["quantization_config"]
+            modules, own = packed_modules(ours), scheme_of(ours)
+            if chosen is not None and chosen != own:
+                raise InputError(
+                    f"{directory} is packed in {'16 bits' if own is None else own.name}, not in {scheme}.",
+                    hint="Leave --scheme out.",
+                )
+            chosen = own
         else:
             modules = {layer.name: layer.shape for layer in checkpoint_layers(checkpoint).by_tensor.values()}
         wanted = shapes_to_tune({name: (s[0], s[1]) for name, s in modules.items() if len(s) == 2})
     device = torch.device("cuda", torch.cuda.current_device())
     with progress("tuning") as on_progress:
-        rows = tune(
-            wanted, [dispatch.bucket_of(b) for b in buckets], getattr(torch, dtype), device, on_progress
-        )
+        counts = [dispatch.bucket_of(b) for b in buckets]
+        rows = tune(wanted, counts, getattr(torch, dtype), device, on_progress, chosen)
+    for n, k in wanted:
+        if not any((n, k) == (row["n"], row["k"]) for row in rows):
+            note(f"No kernel runs a weight of {n}×{k} here: it is left to the reference.")
     where = tuning.own_path(device.index)
     document = {"verb": "tune", "about": about(device), "kept_in": str(where), "rows": rows}
     if save and directory is not None:
@@ -79,5 +100,8 @@ def command(
         )
         for r in rows
     ]
-    table("What is fastest", ("weight", "tokens", "dense µs", "backend", "× dense"), shown)
+    what = (
+        "16 bits" if chosen is None else chosen.name + (f", groups of {chosen.group}" if chosen.group else "")
+    )
+    table(f"What is fastest in {what}", ("weight", "tokens", "dense µs", "backend", "× dense"), shown)
     say(f"Kept in {where}")
