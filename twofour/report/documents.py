@@ -49,6 +49,7 @@ REQUIRED: dict[str, dict[str, type]] = {
     "generate": {"model": str, "prompt": str, "text": str},
     "pack": {"out": str, "layers": dict, "dense_bytes": int, "packed_bytes": int},
     "prune": {"out": str, "layers": dict, "options": dict},
+    "quantize": {"out": str, "layers": dict, "options": dict, "dense_bytes": int, "packed_bytes": int},
     "recover": {"out": str, "options": dict},
     "sensitivity": {"model": str, "layers": dict},
     "tune": {"rows": list},
@@ -68,6 +69,7 @@ ROWS: dict[tuple[str, str], dict[str, type]] = {
 BY_LAYER: dict[tuple[str, str], dict[str, type]] = {
     ("prune", "layers"): {"shape": tuple, "relative_error": float},
     ("pack", "layers"): {"shape": tuple},
+    ("quantize", "layers"): {"shape": tuple},
     ("sensitivity", "layers"): {"loss_increase": float},
 }
 

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from twofour.errors import InputError
 from twofour.io.checkpoint import CONFIG, RECORD, Checkpoint, read_json
-from twofour.io.format import is_packed, packed_modules
+from twofour.io.format import is_packed, packed_modules, scheme_of
 from twofour.io.record import last_step
 from twofour.io.writer import CHECKSUMS
 from twofour.report.documents import (
@@ -84,6 +84,16 @@ class Subject:
         return is_packed(self.config)
 
     @property
+    def form(self) -> str:
+        """What its 2:4 layers are stored as."""
+        if not self.packed:
+            return "stored dense"
+        scheme = scheme_of(self.config["quantization_config"])
+        if scheme is None:
+            return "packed 2:4"
+        return f"packed 2:4 {scheme.name}{f', groups of {scheme.group}' if scheme.group else ''}"
+
+    @property
     def steps(self) -> list[dict[str, Any]]:
         """How it was made: the record, and where it lacks a stage, what the stage printed."""
         steps = list(self.record.get("steps", []))
@@ -104,7 +114,7 @@ class Subject:
     @property
     def layers(self) -> dict[str, tuple[int, ...]]:
         """The 2:4 layers with their dense shapes."""
-        for verb in ("pack", "prune"):
+        for verb in ("pack", "quantize", "prune"):
             found = (self.step(verb) or {}).get("layers")
             if isinstance(found, dict) and found:
                 return {name: tuple(note["shape"]) for name, note in found.items() if "shape" in note}
@@ -136,8 +146,8 @@ class Subject:
 
     def layer_bytes(self) -> tuple[float, float] | None:
         """Of the 2:4 layers: as dense, and packed."""
-        pack = self.step("pack")
-        dense, packed = (pack or {}).get("dense_bytes"), (pack or {}).get("packed_bytes")
+        packing = self.step("pack") or self.step("quantize") or {}
+        dense, packed = packing.get("dense_bytes"), packing.get("packed_bytes")
         if is_number(dense) and is_number(packed) and dense > 0:
             return dense, packed
         for document in self.of("check") if self.packed else []:
