@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from twofour.advise.advice import advise
 from twofour.advise.layers import FAMILIES, _by_arithmetic, _by_transformers, _too_small, fuse, read_network
 from twofour.errors import InputError
 from twofour.select import SMALLEST_SIDE
@@ -103,15 +104,39 @@ def test_a_type_with_transposed_weights():
     assert network.decoder.kv_heads == 4
 
 
-def test_fused_experts_are_not_forgotten():
+def test_experts_are_layers_without_a_time():
     config = SMALL | {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
         "num_local_experts": 4,
     }
     network = read_network(config)
-    assert network.untimed >= 2 * 4 * 3 * 64 * 172
+    assert network.untimed == 2 * 4 * 3 * 64 * 172 + 2 * 4 * 64  # and the routers
     assert not network.timed
+    experts = {group.name: group for group in network.groups if group.kind == "expert"}
+    shapes = {
+        name.rpartition(".")[2]: (g.count, g.rows, g.columns, g.eligible) for name, g in experts.items()
+    }
+    assert shapes == {"w1": (8, 172, 64, True), "w3": (8, 172, 64, True), "w2": (8, 64, 172, True)}
+    assert "model.layers.*.mlp.experts.*.w1" in experts
+    assert not any("experts" in group.name for group in network.products(fused=True))
+    advice = advise(config, "H200")
+    assert "Cannot tell the speed" in advice.verdict
+    # They are most of the model, and packed they take 9/16.
+    assert advice.form("2:4").weight_bytes < 0.65 * advice.form("dense").weight_bytes
+
+
+def test_experts_in_headers_have_no_time_and_shared_ones_do(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "homemade", "hidden_size": 64}))
+    names = ("mlp.experts.0.up", "mlp.experts.1.up", "mlp.shared_experts.up", "attn.q")
+    save_file({f"blocks.0.{n}.weight": torch.zeros(64, 64) for n in names}, tmp_path / "model.safetensors")
+    network = read_network(tmp_path)
+    assert {(group.name, group.count, group.kind) for group in network.groups} == {
+        ("blocks.*.mlp.experts.*.up", 2, "expert"),
+        ("blocks.*.mlp.shared_experts.up", 1, "linear"),
+        ("blocks.*.attn.q", 1, "linear"),
+    }
+    assert network.untimed == 2 * 64 * 64
 
 
 def test_a_type_nobody_knows_is_read_from_its_headers(tmp_path):

@@ -8,12 +8,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
+from tests.io import models_with_experts
 from twofour.bench.generations import PROMPTS
 from twofour.bench.model import (
     CPU_CONTENDERS,
     MAGNITUDE,
     NO_GPU,
     ZEROS,
+    Dense,
+    _load_dense,
     form_of,
     requests_of,
     run_model,
@@ -255,3 +258,19 @@ def test_a_form_that_fails_does_not_end_the_run(packed, monkeypatch):
     }
     assert all(r["ms"] for r in found["end_to_end"] if r["contender"] != "fast")
     assert {r["contender"] for r in found["requests"]} == {"dense", "twofour"}
+
+
+def test_a_dense_mixture_runs_as_transformers_has_it(_dense, tmp_path):
+    source = models_with_experts.written(models_with_experts.mixtral(), tmp_path / "dense", _dense)
+    prune_checkpoint(source, tmp_path / "pruned")
+    pack_checkpoint(tmp_path / "pruned", tmp_path / "packed")
+    tokens = torch.arange(3, 43).reshape(2, 20)
+    checkpoint = Checkpoint(tmp_path / "packed")
+    with torch.no_grad():
+        for dense, like in ((Dense(source, "given"), source), (Dense(None, "unpacked"), tmp_path / "pruned")):
+            model, _ = _load_dense(checkpoint, "packed", dense)
+            assert model.model.layers[1].mlp.experts.down_proj.dim() == 3
+            want = AutoModelForCausalLM.from_pretrained(like)(tokens).logits
+            torch.testing.assert_close(model(tokens).logits, want)
+    found = run_model(tmp_path / "packed", **SMALL)
+    assert not any("error" in row for row in found["end_to_end"])

@@ -11,7 +11,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 import twofour
 from twofour.calibrate.blocks import run_blocks
-from twofour.calibrate.experts import OpenExperts, open_experts_, opened_experts
+from twofour.calibrate.experts import OpenExperts, open_experts_, opened_experts, stack_experts_
 from twofour.pattern import check_pattern
 from twofour.select import select, stacked_experts
 
@@ -240,3 +240,41 @@ def test_opened_experts_are_a_list_of_modules():
         isinstance(module, OpenExperts) and isinstance(module, nn.ModuleList) for module in opened.values()
     )
     assert open_experts_(model) == {}  # nothing left to do
+
+
+@pytest.mark.parametrize("make", [mixtral, olmoe])
+@torch.no_grad()
+def test_stacked_again_it_is_the_model_that_it_was(make):
+    model, fresh = make(), make()
+    model.model.layers[0].mlp.experts.requires_grad_(False)
+    open_experts_(model)
+    model.load_state_dict(model.state_dict(), assign=True)  # no views of the old tensors any more
+    stack_experts_(model)
+    assert not any(isinstance(module, OpenExperts) for module in model.modules())
+    for (name, ours), (wanted, weight) in zip(
+        model.named_parameters(), fresh.named_parameters(), strict=True
+    ):
+        assert name == wanted
+        assert torch.equal(ours, weight)
+        assert ours.requires_grad == (".0.mlp.experts." not in name)
+    assert torch.equal(model(TOKENS).logits, fresh(TOKENS).logits)
+
+
+@torch.no_grad()
+def test_stacked_again_with_biases_and_what_was_trained():
+    holder = Holder(Ungated(Config()))
+    x, chosen, weights = routed()
+    open_experts_(holder)
+    holder.experts[1]["up_proj"].bias.data = torch.ones(40)
+    want = holder.experts(x, chosen, weights)
+    stack_experts_(holder)
+    assert isinstance(holder.experts, Ungated)
+    assert bool((holder.experts.up_proj_bias[1] == 1).all())
+    torch.testing.assert_close(holder.experts(x, chosen, weights), want)
+
+
+def test_packed_experts_stay_apart():
+    model = twofour.pack_(twofour.prune_(mixtral()), include=["model.layers.1.mlp.experts.2.w1"])
+    stack_experts_(model)
+    apart = {name for name, module in model.named_modules() if isinstance(module, OpenExperts)}
+    assert apart == {"model.layers.1.mlp.experts"}

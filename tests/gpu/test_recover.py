@@ -74,7 +74,7 @@ def test_compiled_it_is_the_same_training(teacher, windows):
         found.append(student)
     # Not weight by weight: where a gradient is next to nothing, Adam makes a whole step of its rounding.
     with torch.no_grad():
-        before, one, other = (model(windows[:8]).logits for model in (start, *found))
+        before, one, other = (model(windows[:8].cuda()).logits for model in (start, *found))
     assert (one - other).norm() < 0.1 * (one - before).norm()
 
 
@@ -103,7 +103,7 @@ def test_a_step_does_not_wait_for_the_gpu(teacher, windows, tmp_path):
     student = twofour.prune_(copy.deepcopy(teacher))
     options = settle(student, teacher, Recover(tokens=100 * 16 * LENGTH, batch=16, seqlen=LENGTH))
     trainer = Trainer(
-        student, Windows.of(windows), windows[:8], teacher, options, Store(tmp_path), (), (), ()
+        student, Windows.of(windows), windows[:8], teacher, options, Store(tmp_path), (), (), (), {}
     )
     trainer.recipe.attach(trainer.optimizer)
     for step in range(3):

@@ -278,6 +278,16 @@ def test_eval_of_the_command(mixture, text, tmp_path, twofour):
     assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-4)
 
 
+def test_perplexity_is_the_same_whether_experts_are_apart(mixture, text):
+    from twofour.bench.perplexity import evaluate
+
+    found = [
+        evaluate(*load_causal_lm(mixture, "cpu", open_experts=apart), [text.read_text()]).perplexity
+        for apart in (True, False)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def test_quantized_experts(mixture, tmp_path):
     from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
 
@@ -288,12 +298,39 @@ def test_quantized_experts(mixture, tmp_path):
     assert 0 < (ours - dense).norm() / dense.norm() < 0.05
 
 
-def test_recovered_and_weighed_as_other_layers_are(_dense, text, tmp_path):
+@pytest.mark.parametrize("with_text", [False, True])
+def test_quantized_in_memory(with_text, tmp_path):
+    model = twofour.prune_(mixtral())
+    want = logits(model)
+    windows = torch.randint(3, 120, (4, 32), generator=torch.Generator().manual_seed(0))
+    twofour.quantize_(model, "int8-weight", windows if with_text else None)
+    layers = packed_layers(model)
+    assert len(experts_in(layers)) == 24
+    assert {layer.scheme.name for layer in layers.values()} == {"int8-weight"}
+    assert 0 < (logits(model) - want).norm() / want.norm() < 0.05
+    twofour.save(model, tmp_path / "saved")
+    assert check(tmp_path / "saved").ok
+    torch.testing.assert_close(logits(loaded(tmp_path / "saved")), logits(model))
+
+
+def test_quantizing_no_expert_leaves_them_together_and_so_does_an_error():
+    model = twofour.prune_(mixtral(), exclude=["*.experts.*"])
+    with pytest.raises(InputError, match="experts.0.w1.* 2:4"):
+        twofour.quantize_(model, "int8")
+    assert model.model.layers[0].mlp.experts.down_proj.dim() == 3
+    assert not packed_layers(model)
+    twofour.quantize_(model, "int8", exclude=["*.experts.*"])
+    assert model.model.layers[0].mlp.experts.down_proj.dim() == 3
+    assert len(packed_layers(model)) == 8
+
+
+@pytest.mark.parametrize("make", [mixtral, olmoe])
+def test_recovered_and_weighed_as_other_layers_are(make, _dense, text, tmp_path):
     from twofour.advise.sensitivity import sensitivity
     from twofour.io.recover import recover_checkpoint
     from twofour.recover import Recover
 
-    source = written(olmoe(), tmp_path / "dense", _dense)
+    source = written(make(), tmp_path / "dense", _dense)
     losses = sensitivity(source, CalibrationOptions(text, samples=4, seqlen=32), "sparsegpt").layers
     assert len(experts_in(losses)) == 24
     prune_checkpoint(source, tmp_path / "pruned")

@@ -1,6 +1,6 @@
 """How a kernel for quantized weights is chosen, without a GPU: as in test_dispatch.py."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -10,7 +10,15 @@ from twofour.bench import tune as tuner
 from twofour.bench.random_codes import random_codes
 from twofour.bench.tuned_weights import CodesToTune
 from twofour.errors import InputError
-from twofour.kernels import dispatch, dispatch_codes, hopper, quantized_decode, reference, tuning
+from twofour.kernels import (
+    dispatch,
+    dispatch_codes,
+    hopper,
+    hopper_launch,
+    quantized_decode,
+    reference,
+    tuning,
+)
 from twofour.kernels.dispatch import BUCKETS, Choice
 from twofour.kernels.dispatch_codes import Product, choose
 from twofour.packed import FOUR_BIT

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 import twofour
+from tests.io.models_with_experts import mixtral
+from twofour.calibrate.experts import open_experts_, stack_experts_
 from twofour.errors import InputError
+from twofour.nn import packed_layers
+from twofour.pattern import check_pattern
 
 from .masked_training import (
     small_model,
@@ -79,3 +83,32 @@ def test_optimizers_that_cannot_be_attached():
     with pytest.raises(InputError, match="int is not a torch optimizer"):
         masks.attach(3)
     assert repr(masks) == "Masks(2 layers, 0 optimizers)"
+
+
+def test_experts_in_one_tensor_are_refused_and_apart_they_are_held():
+    model = twofour.prune_(mixtral())
+    before = set(model.state_dict())
+    with pytest.raises(
+        InputError, match=r"^model.layers.0.mlp.experts: .*open_experts_\(model\).*\*.experts"
+    ):
+        twofour.hold_masks(model)
+    assert set(model.state_dict()) == before
+    assert len(twofour.hold_masks(copy.deepcopy(model), exclude=["*.experts"]).layers) == 8
+    assert len(twofour.hold_masks(copy.deepcopy(model), include=["*.q_proj"]).layers) == 2
+    open_experts_(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    masks = twofour.hold_masks(model).attach(optimizer)
+    assert len(masks.layers) == 2 * (4 + 4 * 3)
+    tokens = torch.arange(3, 43).reshape(2, 20)
+    start = model.model.layers[1].mlp.experts[2]["w1"].weight.detach().clone()
+    for _ in range(2):
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    masks.remove()
+    stack_experts_(model)
+    assert set(model.state_dict()) == before
+    experts = model.model.layers[1].mlp.experts
+    assert not torch.equal(experts.gate_up_proj[2, :48], start)
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        assert check_pattern(weight.detach()).legal
+    assert len(packed_layers(twofour.pack_(model))) == 2 * (4 + 4 * 3)

@@ -283,8 +283,8 @@ def _notes(network: Network, gpu: Gpu, prefill: Step, decode: Step, fused: bool)
     )
     if fused:
         notes.append(
-            "Both sides after twofour.fuse_: dense with its norms as one kernel, 2:4 with its products "
-            "fused as well."
+            "Both sides after twofour.fuse_: dense with its norms and its rotary embedding as one kernel "
+            "each, 2:4 with its products fused as well."
         )
     if network.decoder is None:
         notes.append("The config does not say what attention is like: only products are counted.")
@@ -303,7 +303,7 @@ def _notes(network: Network, gpu: Gpu, prefill: Step, decode: Step, fused: bool)
     if network.untimed:
         notes.append(
             f"{network.untimed / network.parameters:.0%} of the weights are in modules whose time is not "
-            "known (convolutions, fused experts): they count in the memory alone."
+            "known (convolutions, experts): they count in the memory alone."
         )
     return notes
 

@@ -43,7 +43,7 @@ class LayerGroup:
     count: int
     rows: int
     columns: int
-    kind: str  # "linear", "conv1d", "conv2d", or the type of a module that is no product
+    kind: str  # "linear", "conv1d", "conv2d", "expert", or the type of a module that is no product
     reason: str | None = None  # why it cannot or should not be 2:4; None: eligible
     is_head: bool = False  # multiplies the last token only
 
@@ -53,7 +53,10 @@ class LayerGroup:
 
     @property
     def is_product(self) -> bool:
-        """A matrix product over tokens, whose time can be told. A convolution's depends on the image."""
+        """A matrix product over all tokens, whose time can be told.
+
+        A convolution's depends on the image, and an expert's on how many tokens are sent to it.
+        """
         return self.kind in ("linear", "conv1d")
 
     @property
@@ -91,7 +94,7 @@ class Network:
     decoder: Decoder | None
     parameters: int
     source: str  # where the layers are from
-    untimed: int = 0  # weights that multiply in modules whose time is not known: convolutions, fused experts
+    untimed: int = 0  # weights that multiply in modules whose time is not known: convolutions, experts
 
     @property
     def timed(self) -> bool:
@@ -248,6 +251,7 @@ class _Described(NamedTuple):
 
 
 def _by_transformers(name: str, config: dict[str, Any]) -> Network | None:
+    from twofour.calibrate.experts import open_experts_
     from twofour.io.checkpoint import Checkpoint
     from twofour.io.structure import skeleton
     from twofour.select import as_layer, select
@@ -258,11 +262,13 @@ def _by_transformers(name: str, config: dict[str, Any]) -> Network | None:
             model = skeleton(cast(Checkpoint, _Described(Path(scratch), config)))
         except Exception:  # whatever a model's own code raises, its headers may still do
             return None
+    open_experts_(model)
     found = select(model)
     modules = dict(model.named_modules())
     groups: list[LayerGroup] = []
     for layer in found.layers:
-        groups.append(LayerGroup(layer.name, 1, layer.rows, layer.columns, layer.kind))
+        kind = "expert" if _is_expert(layer.name) else layer.kind
+        groups.append(LayerGroup(layer.name, 1, layer.rows, layer.columns, kind))
     for left in found.left:
         as_product = as_layer(left.name, modules[left.name])
         if isinstance(as_product, str):
@@ -270,9 +276,8 @@ def _by_transformers(name: str, config: dict[str, Any]) -> Network | None:
             continue
         last_only = left.reason == "an output head" or modules[left.name] is _head(model)
         rows, columns = as_product.rows, as_product.columns
-        groups.append(
-            LayerGroup(left.name, 1, rows, columns, as_product.kind, left.reason, is_head=last_only)
-        )
+        kind = "expert" if _is_expert(left.name) else as_product.kind
+        groups.append(LayerGroup(left.name, 1, rows, columns, kind, left.reason, is_head=last_only))
     order = {module: number for number, module in enumerate(modules)}
     groups.sort(key=lambda group: order[group.name])
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -309,10 +314,17 @@ def _by_headers(name: str, directory: Path) -> Network:
         elif last in ROUTERS:
             reason = "an expert router"
         head = last in HEADS
-        groups.append(LayerGroup(module, 1, *tensor.shape, "linear", reason, is_head=head))
+        kind = "expert" if _is_expert(module) else "linear"
+        groups.append(LayerGroup(module, 1, *tensor.shape, kind, reason, is_head=head))
     count = sum(_size(tensor.shape) for tensor in tensors.values())
     untimed = sum(_size(tensor.shape) for tensor in tensors.values() if len(tensor.shape) > 2)
+    untimed += sum(group.weights for group in groups if group.kind == "expert")
     return Network(name, _grouped(groups), None, count, "safetensors headers", untimed)
+
+
+def _is_expert(name: str) -> bool:
+    """One of many that a router sends tokens to. Shared experts, which see them all, are called otherwise."""
+    return "experts" in name.split(".")
 
 
 def _size(shape: tuple[int, ...]) -> int:

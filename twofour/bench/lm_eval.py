@@ -67,7 +67,7 @@ def evaluate(
                 hint="`lm-eval ls tasks` lists them; tasks of your own need task_directory.",
             )
         chosen += [name for name in names if name not in chosen]
-    model, tokenizer = load_causal_lm(model_dir, device=device, dtype=dtype)
+    model, tokenizer = load_causal_lm(model_dir, device=device, dtype=dtype, open_experts=False)
     start = time.perf_counter()
     try:
         wrapped = harness.wrapper(

@@ -28,6 +28,7 @@ from twofour.bench.end_to_end import Board, Case, packed_facts, take_form, tenso
 from twofour.bench.generations import PROMPTS, same_beginning, write_on
 from twofour.bench.perplexity import evaluate
 from twofour.bench.products import free, one_line
+from twofour.calibrate.experts import stack_experts_
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.format import is_packed, packed_modules, scheme_of
@@ -242,7 +243,8 @@ def _load_dense(checkpoint: Checkpoint, form: Form, dense: Dense) -> tuple[Any, 
     if dense.directory is None:
         model, tokenizer = _load_sparse(checkpoint, form)
         return unpack_(model), tokenizer
-    model, tokenizer = load_causal_lm(dense.directory)
+    # A mixture as transformers runs it: experts that are taken apart run slower.
+    model, tokenizer = load_causal_lm(dense.directory, open_experts=False)
     if dense.found != "itself":
         from transformers import AutoTokenizer
 
@@ -269,7 +271,10 @@ def _load_sparse(checkpoint: Checkpoint, form: Form) -> tuple[Any, Any]:
 
 
 def unpack_(model: Any) -> Any:
-    """Every packed layer as a plain one with the same weights, zeros and all. In place."""
+    """Every packed layer as a plain one with the same weights, zeros and all. In place.
+
+    Experts become one tensor again, so that they run as they do in a dense model.
+    """
     for name, module in packed_layers(model).items():
         if isinstance(module, SparseConv2d):
             raise InputError("a convolution is not unpacked here.", layer=name)
@@ -282,6 +287,7 @@ def unpack_(model: Any) -> Any:
         if module.bias is not None:
             plain.bias = module.bias
         model.set_submodule(name, plain.eval())
+    stack_experts_(model)
     return model
 
 

@@ -46,6 +46,7 @@ class OpenExperts(nn.ModuleList):
         super().__init__()
         up, down = parts.values()
         self.up_names, self.down_name = up, down[0]
+        self.stacked_names = tuple(parts)
         # Its activation and how it applies the gate may be its own. It has no parameters beside the experts,
         # and is kept in a tuple so that it is no submodule.
         like = copy.copy(stacked)
@@ -133,6 +134,34 @@ def opened_experts(model: nn.Module) -> Iterator[dict[str, OpenExperts]]:
         for name, experts in opened.items():
             _put_back(before[name], experts)
             model.set_submodule(name, before[name])
+
+
+@torch.no_grad()
+def stack_experts_(model: nn.Module) -> None:
+    """What `open_experts_` took apart as one tensor again, in place: parameters are new, and copies.
+
+    Experts of which one is not a plain linear layer any more (packed, or with a correction) stay apart.
+    """
+    opened = {name: m for name, m in model.named_modules() if isinstance(m, OpenExperts)}
+    for name, experts in opened.items():
+        plain = all(type(linear) is nn.Linear for expert in experts for linear in expert.children())
+        if plain:
+            model.set_submodule(name, _stacked(experts))
+
+
+def _stacked(experts: OpenExperts) -> nn.Module:
+    whole = copy.copy(experts._like[0])
+    whole._parameters = {}
+    for own, names in zip(experts.stacked_names, (experts.up_names, [experts.down_name]), strict=True):
+        linears = [[expert.get_submodule(name) for name in names] for expert in experts]
+        for what, target in (("weight", own), ("bias", f"{own}_bias")):
+            rows = [[linear._parameters.get(what) for linear in parts] for parts in linears]
+            there: list[list[Tensor]] = [[row for row in parts if row is not None] for parts in rows]
+            if there[0]:
+                trained = any(row.requires_grad for parts in there for row in parts)
+                together = torch.stack([torch.cat(parts) for parts in there])
+                whole.register_parameter(target, nn.Parameter(together, requires_grad=trained))
+    return whole.train(experts.training)
 
 
 def with_open_experts(verb: Verb) -> Verb:

@@ -93,8 +93,8 @@ def _on_text(
     from twofour.io.load import load_causal_lm
 
     documents = read_documents(data)
-    model, tokenizer = load_causal_lm(directory)
-    other = load_causal_lm(against)[0] if against else None
+    model, tokenizer = load_causal_lm(directory, open_experts=False)
+    other = load_causal_lm(against, open_experts=False)[0] if against else None
     with progress("evaluating") as on_progress:
         return evaluate(
             model,

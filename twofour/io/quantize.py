@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from twofour.calibrate.blocks import Block
+from twofour.calibrate.experts import opened_experts
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.format import is_packed, packed_config, stub
@@ -25,6 +26,7 @@ from twofour.io.quantize_calibrated import PARTS, FinishedWork, described_layer,
 from twofour.io.record import add_step, summary
 from twofour.io.stream import rewrite
 from twofour.io.writer import CheckpointWriter, require_new
+from twofour.nn.convert import packed_layers
 from twofour.nn.lowrank import lowrank_layers
 from twofour.nn.modules import Memory
 from twofour.nn.quantized import put_quantized_
@@ -96,38 +98,41 @@ def quantize_(
 
     `windows` [samples, length] are tokens of calibration text: with them errors are compensated, as 4 bits
     need it, and with `tune` each block is tuned as a whole as well. `rounding="joint"` takes a dense model
-    and prunes it on the way.
+    and prunes it on the way. Experts that are stored as one tensor are taken apart, as by `pack_`.
     """
     chosen, how = QuantizeOptions(scheme, group, rounding, smooth, tune).settled(windows is not None)
     _refuse_corrections(lowrank_layers(model))
-    layers = require_layers(select(model, include, exclude)).layers
-    if any(not layer.name for layer in layers):
-        raise InputError("a layer on its own cannot be replaced in place.", hint="Wrap it in a module.")
-    weights = {layer: model.get_parameter(f"{layer.name}.weight") for layer in layers}
-    packed: dict[Layer, Packed24] = {}
+    with opened_experts(model) as experts:
+        layers = require_layers(select(model, include, exclude)).layers
+        if any(not layer.name for layer in layers):
+            raise InputError("a layer on its own cannot be replaced in place.", hint="Wrap it in a module.")
+        weights = {layer: model.get_parameter(f"{layer.name}.weight") for layer in layers}
+        packed: dict[Layer, Packed24] = {}
 
-    def keep(block: Block, rounded: dict[Layer, Rounded], tuned: Reconstructed | None) -> None:
-        for layer, own in rounded.items():
-            packed[layer] = own.codes.packed(layer.name, weights[layer].dtype)
+        def keep(block: Block, rounded: dict[Layer, Rounded], tuned: Reconstructed | None) -> None:
+            for layer, own in rounded.items():
+                packed[layer] = own.codes.packed(layer.name, weights[layer].dtype)
 
-    if windows is None:
-        for number, (layer, weight) in enumerate(weights.items(), 1):
-            codes = quantize_matrix(layer.to_matrix(weight.detach()), chosen, how, layer=layer.name)
-            packed[layer] = codes.packed(layer.name, weight.dtype)
-            on_progress(number, len(weights), layer.name)
-    else:
-        if how != "joint":  # all are looked at before the first is changed
-            for layer, weight in weights.items():
-                require_two_four(layer.to_matrix(weight.detach()), layer.name)
-        if smooth:
-            smooth_(model, windows, include, exclude)
-        quantize_blocks(
-            *(model, layers, windows, chosen, how, keep),
-            device=next(iter(weights.values())).device,
-            tune=TUNING if tune else None,
-            on_progress=on_progress,
-        )
-    put_quantized_(model, packed, chosen, memory)
+        if windows is None:
+            for number, (layer, weight) in enumerate(weights.items(), 1):
+                codes = quantize_matrix(layer.to_matrix(weight.detach()), chosen, how, layer=layer.name)
+                packed[layer] = codes.packed(layer.name, weight.dtype)
+                on_progress(number, len(weights), layer.name)
+        else:
+            if how != "joint":  # all are looked at before the first is changed
+                for layer, weight in weights.items():
+                    require_two_four(layer.to_matrix(weight.detach()), layer.name)
+            if smooth:
+                smooth_(model, windows, include, exclude)
+            quantize_blocks(
+                *(model, layers, windows, chosen, how, keep),
+                device=next(iter(weights.values())).device,
+                tune=TUNING if tune else None,
+                on_progress=on_progress,
+            )
+        put_quantized_(model, packed, chosen, memory)
+        if any(packed_layers(module) for module in experts.values()):
+            experts.clear()  # all stay apart, or none, as in pack_
     if hasattr(model, "save_pretrained"):
         from twofour.io.huggingface import mark_packed  # imports transformers
 

@@ -26,7 +26,7 @@ from twofour.io.pack import layers_to_pack
 from twofour.io.prune_calibrated import DTYPES, checkpoint_dtype
 from twofour.io.record import add_step, last_step
 from twofour.io.stream import rewrite
-from twofour.io.structure import name_variants
+from twofour.io.structure import keys_in_files
 from twofour.io.writer import CheckpointWriter, require_new
 from twofour.pattern import check_pattern, require_finite
 from twofour.progress import OnProgress, silent
@@ -209,12 +209,12 @@ def tensor_names(model: Any, checkpoint: Checkpoint) -> dict[str, list[str]]:
     """
     first = {id(p): name for name, p in model.named_parameters()}
     found: dict[str, list[str]] = {}
+    key_of = keys_in_files(model, checkpoint.tensors)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        for key in dict.fromkeys(name_variants(model, name)):
-            info = checkpoint.tensors.get(key)
-            if info is not None and info.shape == tuple(parameter.shape) and info.dtype in DTYPES:
-                found.setdefault(first[id(parameter)], []).append(key)
-                break
+        key = key_of(name)
+        info = None if key is None else checkpoint.tensors[key]
+        if info is not None and info.shape == tuple(parameter.shape) and info.dtype in DTYPES:
+            found.setdefault(first[id(parameter)], []).append(info.name)
     return found
 
 

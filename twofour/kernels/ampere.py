@@ -171,7 +171,7 @@ def source(config: Config, dtype: torch.dtype) -> str:
         f"#define TOKENS {config.tokens}\n#define ROW_TILES {config.row_tiles}\n"
         f"#define ROW_WARPS {config.row_warps}\n#define K_WARPS {config.k_warps}\n"
         f"#define STEP {config.step}\n#define STAGES {config.stages}\n"
-        f"#define FP16 {int(dtype == torch.float16)}\n" + cuda_text("common.cuh", "mma_sm80.cu")
+        f"#define FP16 {int(dtype == torch.float16)}\n" + cuda_text("common.cuh", "sm80.cuh", "mma_sm80.cu")
     )
 
 

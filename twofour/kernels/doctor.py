@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from twofour.kernels import ampere, cusparselt, hopper
+from twofour.kernels import ampere, cusparselt, dispatch_codes, hopper
 
 _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "numpy", "triton", "gguf")
 
@@ -40,11 +40,26 @@ def examine() -> dict[str, Any]:
             _backend(
                 "reference",
                 None,
-                "plain PyTorch on any device: unpacks, then multiplies. Saves memory, not time. "
-                "Quantized layers (8 and 4 bits) run here on every device: no kernel for them yet",
+                "plain PyTorch on any device: unpacks, then multiplies. Saves memory, not time",
             ),
+            *(_backend(f"{way} (8 and 4 bits)", _for_codes(way), what) for way, what in _OF_CODES.items()),
         ],
     }
+
+
+#: The ways of dispatch_codes.py.
+_OF_CODES = {
+    "codes": "own kernels for Hopper, 8-bit weights times 8-bit tokens",
+    "decode": "own kernel for few tokens in 16 bits on any GPU from sm_80 on",
+    "widen": "weights become 16 bits for the kernels above, for many tokens",
+}
+
+
+def _for_codes(way: str) -> str | None:
+    if not torch.cuda.is_available():
+        return "it needs a CUDA device"
+    product = dispatch_codes.Product(4096, 4096, 16, torch.bfloat16, 0, torch.int8, 1, rounds=True)
+    return dispatch_codes.why_not(way, product)
 
 
 def _for_a_layer(backend: Any) -> str | None:

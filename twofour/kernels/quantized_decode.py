@@ -164,11 +164,12 @@ def guess(
     """
     room, candidates = _room(tokens), configs(tokens, codes, group, clusters)
     many = n * -(-tokens // room) >= 96 * processors
+    narrow = group in (32, 64)  # more scales at a time: with as many rows they do not fit the registers
     shape, split = {
         8: ((2, 1, 4, 256), 1 if n >= 40 * processors else 2),
         16: ((2, 4, 1, 512) if codes == "int4" else (2, 2, 2, 256), 1 if many else 4),
-        32: ((4, 2, 2, 128), 1) if many else ((2, 1, 4, 128), 2),
-        64: ((2, 4, 1, 128), 1 if many else 4),
+        32: ((2, 4, 2, 128) if narrow else (4, 2, 2, 128), 1) if many else ((2, 1, 4, 128), 2),
+        64: ((1, 8, 1, 128) if narrow else (2, 4, 1, 128), 1 if many else 4),
     }[room]
 
     def likeness(config: Config) -> tuple[bool, bool, int]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from twofour.errors import InputError
 from twofour.recover.mask_tensor import mask_of, require_fits, shard_like, zero_pruned_
-from twofour.select import Layer, LeftAlone, require_layers, select
+from twofour.select import Layer, LeftAlone, require_layers, select, stacked_experts
 
 #: The name of the buffer beside the weight.
 MASK = "weight_mask"
@@ -62,6 +63,7 @@ def hold_masks(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[
     else:
         selection = require_layers(select(model, include, exclude))
         _require_none_hidden(model, selection.left)
+        _require_none_stacked(model, include, exclude)
         layers = list(selection.layers)
         if masked and {x.name for x in masked} != {x.name for x in layers}:
             raise InputError(
@@ -308,6 +310,23 @@ def _require_none_hidden(model: nn.Module, left: Iterable[LeftAlone]) -> None:
                 "it is sharded on its own, and cannot be told from a layer with a forward of its own.",
                 layer=one.name,
                 hint="Call hold_masks before fully_shard.",
+            )
+
+
+def _require_none_stacked(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> None:
+    """Experts in one tensor are no layers, and `prune_` prunes them: held by nothing, they would be lost.
+
+    They are not taken apart here: that makes new parameters, and an optimizer or a wrapper may have the old.
+    """
+    for name, module in model.named_modules():
+        wanted = not include or any(fnmatchcase(name, pattern) for pattern in include)
+        left = any(fnmatchcase(name, pattern) for pattern in exclude)
+        if isinstance(stacked_experts(module), tuple) and wanted and not left:
+            raise InputError(
+                "its experts are one tensor, and masks are held for layers.",
+                layer=name,
+                hint="Call twofour.calibrate.experts.open_experts_(model) before the optimizer is built, "
+                f'or leave it out with exclude=["*.{name.rpartition(".")[2]}"].',
             )
 
 

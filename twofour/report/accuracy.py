@@ -11,7 +11,7 @@ from twofour.report.content import Figure, Missing, Plot, Section, Table
 from twofour.report.figures import NONE, count, is_number, number, percent, times
 from twofour.report.layers import short_labels
 from twofour.report.plots import Axis, Bar, Bars, Point, Scatter, Series, spread
-from twofour.report.subject import Score, Subject, everyone
+from twofour.report.subject import Score, Subject, everyone, same_model
 from twofour.words import alike, first_number
 
 #: Layers without numbers in their names are shown as bars, the worst ones; the table has them all.
@@ -98,6 +98,33 @@ def _score_row(name: str, score: Score, ratio: float | None) -> list[str]:
         score.words,
         score.source,
     ]
+
+
+def tasks(subjects: Sequence[Subject]) -> Section:
+    """What lm-eval found, where `eval` was asked for tasks. Most models have none, and that is no gap."""
+    section = Section("tasks", "Tasks")
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for document in {d.source: d for subject in subjects for d in subject.of("eval")}.values():
+        told = document.content
+        harness = told["harness"] if isinstance(told.get("harness"), dict) else {}
+        seen = harness["examples"] if isinstance(harness.get("examples"), dict) else {}
+        subject = next((s for s in subjects if same_model(told["model"], s)), None)
+        name = subject.name if subject else f"{Path(told['model']).name} (to compare)"
+        for task, metrics in told.get("tasks", {}).items():
+            for key, value in metrics.items():
+                metric, _, way = key.partition(",")  # lm-eval's keys are a metric and how the answer was read
+                if not way or metric.endswith("_stderr") or not is_number(value):
+                    continue
+                error = metrics.get(f"{metric}_stderr,{way}")
+                within = f"± {number(error)}" if is_number(error) else NONE
+                examples = number(seen.get(task)) + (" (the first)" if harness.get("limit") else "")
+                rows[name, task, key] = [name, task, key, number(value), within, examples, document.source]
+    if rows:
+        columns = ["model", "task", "metric", "value", "error", "examples", "source"]
+        title = "By lm-eval, the latest of each"
+        words = ("task", "metric", "source")
+        section.items.append(Table(title, columns, list(rows.values()), words=words))
+    return section
 
 
 def layer_errors(subjects: Sequence[Subject]) -> Section:

@@ -65,12 +65,13 @@ ROWS: dict[tuple[str, str], dict[str, type]] = {
     ("tune", "rows"): {"n": int, "k": int, "tokens": int, "dense_ms": int, "times_dense": int},
 }
 
-#: Tables by layer name.
+#: Tables by name: of layers, and of lm-eval's tasks.
 BY_LAYER: dict[tuple[str, str], dict[str, type]] = {
     ("prune", "layers"): {"shape": tuple, "relative_error": float},
     ("pack", "layers"): {"shape": tuple},
     ("quantize", "layers"): {"shape": tuple},
     ("sensitivity", "layers"): {"loss_increase": float},
+    ("eval", "tasks"): {},
 }
 
 #: What each line of the recovery's log must have.

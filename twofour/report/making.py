@@ -21,7 +21,7 @@ BY_LAYER = ("layers", "left", "blocks")
 
 #: Options of each stage's command line, as they are called in the record.
 FLAGS: dict[str, tuple[str, ...]] = {
-    "prune": ("method", "calib", "samples", "seqlen", "seed", "lowrank"),
+    "prune": ("method", "calib", "samples", "seqlen", "seed", "lowrank", "scheme", "group"),
     "recover": (
         *("teacher", "tokens", "recipe", "lr", "batch", "seqlen", "accumulate", "warmup", "schedule"),
         *("weight_decay", "clip", "kl_weight", "task_weight", "temperature", "dtype", "eval_data"),
@@ -41,7 +41,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "quantize": ("scheme", "group", "rounding", "calib", "samples", "seqlen", "seed"),
     "pack": (),
 }
-SWITCHES = ("checkpointing", "fsdp", "compile", "teacher_offload", "smooth")
+SWITCHES = ("checkpointing", "fsdp", "compile", "teacher_offload", "smooth", "tune", "permute")
 
 
 def sizes(subjects: Sequence[Subject]) -> Section:

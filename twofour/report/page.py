@@ -29,6 +29,7 @@ def make_page(subjects: Sequence[Subject], refused: Sequence[Refused]) -> Page:
         speed.end_to_end(subjects),
         making.advice(subjects),
         accuracy.perplexity(subjects),
+        accuracy.tasks(subjects),
         accuracy.layer_errors(subjects),
         accuracy.sensitivity(subjects),
         accuracy.recovery(subjects),

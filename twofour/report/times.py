@@ -1,4 +1,4 @@
-"""Times of products, dense against 2:4, from the rows of `bench` and `tune`."""
+"""Times of products in 16 bits, dense against 2:4, from the rows of `bench` and `tune`."""
 
 from __future__ import annotations
 
@@ -141,6 +141,8 @@ def _of_bench(document: Document) -> list[Product]:
     rows = document.content.get("products") or []
     by_place: dict[tuple[Any, ...], dict[str, int]] = {}
     for index, row in enumerate(rows):
+        if row.get("scheme"):  # of 8 or 4 bits: another product of the same shape
+            continue
         place = (row["rows"], row["columns"], row["tokens"], str(row.get("dtype")))
         by_place.setdefault(place, {})[row["contender"]] = index
     found = []
@@ -160,6 +162,8 @@ def _of_bench(document: Document) -> list[Product]:
 def _of_tune(document: Document) -> list[Product]:
     found = []
     for index, row in enumerate(document.content["rows"]):
+        if row.get("scheme"):
+            continue
         if not (is_number(row["dense_ms"]) and is_number(row["times_dense"]) and row["times_dense"] > 0):
             continue
         source = f"{document.source}, rows[{index}]"

@@ -14,9 +14,10 @@
 //   kernel before, so its first tiles are asked for before that one has finished; x is read after that.
 //
 // Compiled per configuration: TOKENS (8…64, more are several tiles), ROW_TILES, ROW_WARPS, K_WARPS, STEP (64
-// or 128), STAGES and FP16 or bf16; common.cuh comes first. Any n, any k that is a multiple of 32. Columns beyond k are filled with zeros
-// in x and the values; positions there, and rows beyond n, are those of other places, because the instruction
-// wants every position to be a valid one. Outputs beyond n or tokens are not written.
+// or 128), STAGES and FP16 or bf16; common.cuh and sm80.cuh come first. Any n, any k that is a multiple of 32.
+// Columns beyond k are filled with zeros in x and the values; positions there, and rows beyond n, are those of
+// other places, because the instruction wants every position to be a valid one. Outputs beyond n or tokens are
+// not written.
 
 constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS;  // of W per block
 constexpr int TEAM = 32 * ROW_WARPS;              // threads that share a tile
@@ -50,11 +51,6 @@ __device__ __forceinline__ void copy_positions(u32 to, const u8* from, u64 polic
 __device__ __forceinline__ void copy_4(u32 to, const u8* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-__device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 __device__ __forceinline__ void team_wait(int team) {
   if (ROW_WARPS == 1) __syncwarp();
@@ -62,43 +58,8 @@ __device__ __forceinline__ void team_wait(int team) {
   else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM) : "memory");
 }
 
-__device__ __forceinline__ u64 read_once() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ void next_may_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void kernel_before_has_ended() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Four 8×8 matrices of 16 bit. Lanes 8i … 8i+7 give the addresses of matrix i's rows; lane l gets the elements
-// 2·(l%4) and the next of row l/4 of each.
-__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
-}
 template <int VALUE>
 struct Selector { static constexpr int value = VALUE; };
-template <int SELECTOR>
-__device__ __forceinline__ void multiply_add(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 places) {
-#if FP16
-#define KIND "f32.f16.f16.f32"
-#else
-#define KIND "f32.bf16.bf16.f32"
-#endif
-  asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col." KIND
-      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(places),
-        "n"(SELECTOR));
-}
 
 // Where the 16-byte chunk of a row is kept: 8 rows that follow each other have it in 8 different bank groups.
 __device__ __forceinline__ int a_chunk(int row, int chunk) {
