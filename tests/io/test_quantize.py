@@ -337,4 +337,3 @@ def test_what_people_read(pruned, text, tmp_path, twofour):
     assert "Quantized 14 layers to 2:4 int4 in groups of 128, rounding compensated" in ran.out
     assert "Squared error of the layers' outputs" in ran.out
     assert "twofour check" in ran.out
-    assert "no kernel for them yet" in twofour("doctor", "--json").out

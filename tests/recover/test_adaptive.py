@@ -14,6 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import twofour
+from tests.recover.processes import leave
 from twofour.errors import InputError, TwoFourError
 from twofour.pattern import check_pattern, keep_best
 from twofour.recover.adaptive import AdaptiveMasks, largest_two
@@ -430,7 +431,7 @@ def process(rank, directory):
     for scenario in (ddp, fsdp2):
         scenario(rank)
         dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import twofour
+from tests.recover.processes import leave
 from twofour.errors import InputError
 from twofour.pattern import check_pattern
 from twofour.recover.lora import add_masked_lora_, merge_masked_lora_
@@ -329,7 +330,7 @@ def process(rank, directory):
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
         assert torch.equal(state[key] == 0, value == 0)
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

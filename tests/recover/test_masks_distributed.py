@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import twofour
+from tests.recover.processes import leave
 from twofour.errors import InputError
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
@@ -297,7 +298,7 @@ def process(rank, directory, names):
         scenario = globals()[name]
         scenario(rank, f"{directory}/files") if name.endswith("files") else scenario(rank)
         dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def run(tmp_path, *scenarios):

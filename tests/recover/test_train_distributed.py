@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from tests.recover.processes import leave
 from twofour.io.check import check
 from twofour.io.recover import recover_checkpoint
 from twofour.recover import Recover
@@ -56,7 +57,7 @@ def work(rank, port, jobs):
     )
     for arguments, named in jobs:
         run(*arguments, **named)
-    dist.destroy_process_group()
+    leave()
 
 
 def by_two(*jobs):
