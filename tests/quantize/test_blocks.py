@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.quantize.models import TwoBlocks
 from twofour.calibrate.blocks import run_blocks
 from twofour.io.quantize import quantize_
 from twofour.nn.quantized import QuantizedLinear
@@ -40,23 +41,11 @@ class Block(nn.Module):
         return flat.reshape(hidden_states.shape)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(32, SIZE)
-        self.blocks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, tokens, use_cache=False):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def model():
     torch.manual_seed(0)
     return prune_(
-        Model().eval(), include=["blocks.*.gate", "blocks.*.up", "blocks.*.down", "blocks.*.experts.*"]
+        TwoBlocks(Block, 32, SIZE).eval(),
+        include=["blocks.*.gate", "blocks.*.up", "blocks.*.down", "blocks.*.experts.*"],
     )
 
 

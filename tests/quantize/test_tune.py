@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.quantize.models import TwoBlocks
 from twofour.calibrate.blocks import run_blocks
 from twofour.nn.quantized import QuantizedLinear
 from twofour.pattern import check_pattern
@@ -35,22 +36,9 @@ class Block(nn.Module):
         return hidden_states + self.down(self.up(self.norm(hidden_states)).relu())
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(64, SIZE)
-        self.blocks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, tokens, use_cache=False):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def model(seed=0):
     torch.manual_seed(seed)
-    return prune_(Model().eval(), include=["blocks.*"])
+    return prune_(TwoBlocks(Block, 64, SIZE).eval(), include=["blocks.*"])
 
 
 @settings(max_examples=12, deadline=None)

@@ -9,9 +9,7 @@ serves every weight of a shape.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
@@ -182,11 +180,9 @@ def architecture(device: torch.device) -> str:
 
 
 def compile_all(configs: list[Config], dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what is not in the cache yet, on all cores at once: one after another takes minutes."""
+    """Compile what is not in the cache yet."""
     if why_not(device, dtype, 32, 32) is None:
-        target, sources = architecture(device), list(dict.fromkeys(source(c, dtype) for c in configs))
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda text: nvrtc.compile_source(text, target), sources))
+        nvrtc.compile_sources((source(c, dtype) for c in configs), architecture(device))
 
 
 class Launches:

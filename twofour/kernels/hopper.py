@@ -12,9 +12,7 @@ y = activate(x·gateᵀ) * (x·besideᵀ).
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -213,12 +211,12 @@ def configs8(tokens: int, n: int = 8) -> list[Decode8 | Prefill8]:
 
 
 def guess8(n: int, k: int, tokens: int, processors: int = 132) -> Decode8 | Prefill8:
-    """As `guess` for products of codes, which take half the bytes and half the cycles."""
+    """As `guess` for products of codes: the tiles are the same in bytes."""
     few = guess(n, k, tokens, processors)
     if isinstance(few, Decode):
         fitted = _fit8(few.tokens, few.warpgroups, few.split, 2 * few.step, 1)
         return fitted or _fit8(few.tokens, few.warpgroups, few.split, 256, 1) or configs8(tokens, n)[0]
-    return Prefill8(**{**asdict(few), "warpgroups": 2} if few.warpgroups == 2 else {"tokens": 256})
+    return Prefill8(**asdict(few)) if few.warpgroups == 2 else Prefill8(256)  # as in `configs8`
 
 
 def guess(n: int, k: int, tokens: int, processors: int = 132, gated: bool = False) -> Config:
@@ -376,8 +374,6 @@ def compile_all(
     activation: str | None = None,
     codes: torch.dtype | None = None,
 ) -> None:
-    """Compile what is not in the cache yet, on all cores at once: one after another takes minutes."""
+    """Compile what is not in the cache yet."""
     if why_not(device, dtype, 128, 128) is None:
-        sources = list(dict.fromkeys(source(c, dtype, activation, codes) for c in configs))
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda text: nvrtc.compile_source(text, ARCHITECTURE), sources))
+        nvrtc.compile_sources((source(c, dtype, activation, codes) for c in configs), ARCHITECTURE)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -103,6 +104,12 @@ def compile_source(source: str, architecture: str) -> bytes:
     library.nvrtcDestroyProgram(ctypes.byref(program))
     _keep(path, cubin.raw)
     return cubin.raw
+
+
+def compile_sources(sources: Iterable[str], architecture: str) -> None:
+    """Compile what is not in the cache yet, on all cores at once: one after another takes minutes."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda text: compile_source(text, architecture), dict.fromkeys(sources)))
 
 
 def _log(library: ctypes.CDLL, program: Any) -> str:

@@ -12,9 +12,7 @@ columns of some rows. Then few rows can come in large blocks and still keep ever
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
@@ -228,12 +226,9 @@ def source(config: Config, dtype: torch.dtype, codes: Codes, group: int | None) 
 def compile_all(
     configs: list[Config], dtype: torch.dtype, codes: Codes, group: int | None, device: torch.device
 ) -> None:
-    """Compile what is not in the cache yet, on all cores at once: one after another takes minutes."""
+    """Compile what is not in the cache yet."""
     if why_not(device, dtype, codes, 32, 32, group) is None:
-        target = architecture(device)
-        sources = list(dict.fromkeys(source(c, dtype, codes, group) for c in configs))
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda text: nvrtc.compile_source(text, target), sources))
+        nvrtc.compile_sources((source(c, dtype, codes, group) for c in configs), architecture(device))
 
 
 class Launches:

@@ -9,8 +9,11 @@ With a scheme to train for, the first two have rounded layers besides (rounded.p
 on and the first to be taken off, since masks are found on plain layers.
 """
 
+# ruff: noqa: B027 (moments at which most recipes have nothing to do are empty on purpose)
+
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 Stored = Mapping[str, torch.dtype]
 
 
-class Recipe:
+class Recipe(ABC):
     """What all have in common: masks that are settled, and moments at which there is nothing to do."""
 
     layers: tuple[Layer, ...]
@@ -55,9 +58,9 @@ class Recipe:
         """What is worth a place in the log."""
         return {}
 
+    @abstractmethod
     def finish(self) -> None:
         """Leave a plain 2:4 model."""
-        raise NotImplementedError
 
 
 def recipe_for(
