@@ -50,12 +50,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  __syncthreads();
-  if (CLUSTER > 1) {  // nobody may write to a block whose barriers are not there yet
-    cluster_arrive();
-    cluster_wait();
-  }
+  begin_together();
 
   if (warp == 4 * WARPGROUPS) {  // the copying warp
     if (lane == 0) {
@@ -101,10 +96,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
       }
     }
     __syncwarp();
-    if (CLUSTER > 1) {
-      cluster_arrive();
-      cluster_wait();
-    }
+    end_together();
     return;
   }
 
@@ -122,14 +114,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) HOLD(sum[j]);
   };
-  auto release = [&](int stage) {
-    const u32 barrier = shared_address(&empty[stage]);
-    if (CLUSTER > 1) {
-      if (threadIdx.x % 128 < CLUSTER) barrier_arrive_at(barrier, threadIdx.x % 128);
-    } else {
-      if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
-    }
-  };
+  auto release = [&](int stage) { release_in_cluster(shared_address(&empty[stage])); };
   auto a_descriptor = [](u32 low) {
     u64 out;
     asm("mov.b64 %0, {%1, %2};" : "=l"(out) : "r"(low), "r"((u32)(descriptor_64(0) >> 32)));
@@ -168,8 +153,5 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     write_tile(sum, at, shared_address(turning[warp]), y, bias, row_scale, token_scale, n, tokens);
     __syncwarp();  // before the next tile's sums come here
   }
-  if (CLUSTER > 1) {  // the other blocks still report to this one's barriers
-    cluster_arrive();
-    cluster_wait();
-  }
+  end_together();
 }

@@ -57,12 +57,7 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  __syncthreads();
-  if (CLUSTER > 1) {  // nobody may write to a block whose barriers are not there yet
-    cluster_arrive();
-    cluster_wait();
-  }
+  begin_together();
 
   if (warp == 4 * WARPGROUPS) {  // the copying warp
     if (lane == 0) {
@@ -120,10 +115,7 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
       }
     }
     __syncwarp();
-    if (CLUSTER > 1) {
-      cluster_arrive();
-      cluster_wait();
-    }
+    end_together();
     return;
   }
 
@@ -154,14 +146,7 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   auto release = [&](u64* empty) {
     if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(empty));
   };
-  auto release_b = [&](int stage) {
-    const u32 barrier = shared_address(&b_empty[stage]);
-    if (CLUSTER > 1) {
-      if (threadIdx.x % 128 < CLUSTER) barrier_arrive_at(barrier, threadIdx.x % 128);
-    } else {
-      if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
-    }
-  };
+  auto release_b = [&](int stage) { release_in_cluster(shared_address(&b_empty[stage])); };
   // 128 columns, the first or second of a tile of positions, in two halves of two products each. Whatever the
   // next half needs is waited for and worked out while this one and the one before run, so that between the
   // end of the one before and the issue of the next there is nothing to do.
@@ -222,8 +207,5 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     write_tile(sum, at, shared_address(turning[warp]), y, bias, nullptr, nullptr, n, tokens);
     __syncwarp();  // before the next tile's sums come here
   }
-  if (CLUSTER > 1) {  // the other blocks still report to this one's barriers
-    cluster_arrive();
-    cluster_wait();
-  }
+  end_together();
 }

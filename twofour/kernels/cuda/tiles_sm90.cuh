@@ -26,6 +26,32 @@ struct Ring {
   __device__ __forceinline__ int before() const { return stage ? stage - 1 : COUNT - 1; }
 };
 
+// Called by all threads when the barriers are set up: nobody may write to a block whose barriers are not there yet.
+__device__ __forceinline__ void begin_together() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  __syncthreads();
+  if (CLUSTER > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+// And at the end: the other blocks still report to this one's barriers.
+__device__ __forceinline__ void end_together() {
+  if (CLUSTER > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+// A warpgroup no longer needs a buffer that a block of the cluster shares with the others: tell all of them.
+__device__ __forceinline__ void release_in_cluster(u32 barrier) {
+  if (CLUSTER > 1) {
+    if (threadIdx.x % 128 < CLUSTER) barrier_arrive_at(barrier, threadIdx.x % 128);
+  } else {
+    if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
+  }
+}
+
 // The half of a descriptor that depends on the address, and the whole of it.
 __device__ __forceinline__ u32 low_word(u32 address) { return (u32)descriptor(address); }
 __device__ __forceinline__ u64 full_descriptor(u32 low) {
