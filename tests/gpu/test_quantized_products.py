@@ -60,7 +60,7 @@ def _compiled():
 
 def compile_choices(scheme, dtype, activation):
     """Kernels of the shapes and tokens of this file, as they are chosen; others are compiled as they run."""
-    few, many, wide = [], [], []
+    few, many, wide, of_four_bits = [], [], [], []
     for (n, k), tokens in itertools.product((*SHAPES, *OTHER_SHAPES), (*TOKENS, 16, 200)):
         if activation is not None and n % 16:
             continue
@@ -70,13 +70,16 @@ def compile_choices(scheme, dtype, activation):
         choice = dispatch_codes.choose(product)
         if choice.backend == "decode":
             few.append(quantized_decode.Config(**choice.config))
-        elif choice.backend == "codes":
-            many.append(hopper.from_dict(choice.config))
+        elif choice.backend in ("codes", "decode4"):
+            config = hopper.from_dict(choice.config)
+            if activation is None or config.gates:
+                (many if choice.backend == "codes" else of_four_bits).append(config)
         elif choice.backend == "widen":
             then = dispatch.choose(dispatch.Product(n, k, bucket, dtype, 0, False))
             wide += [hopper.from_dict(then.config)] if then.backend == "hopper" else []
     quantized_decode.compile_all(few, dtype, scheme.codes, scheme.group, CUDA)
     hopper.compile_all(many, dtype, CUDA, activation, scheme.stored)
+    hopper.compile_all(of_four_bits, dtype, CUDA, activation)
     hopper.compile_all(wide, dtype, CUDA)
 
 

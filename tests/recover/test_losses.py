@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from twofour.errors import InputError
 from twofour.recover import losses
 from twofour.recover.losses import NONE, next_tokens, recovery_loss, summed_task_loss, task_loss
 
@@ -111,6 +112,16 @@ def test_a_second_backward_is_refused(batch):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="once already"):
         loss.backward()
+
+
+def test_shapes_that_do_not_fit_are_refused(batch):
+    """A kernel would read beyond the end of what is too short."""
+    logits, targets, teacher = batch
+    for other in (teacher[:, :-1], teacher[..., :-1], teacher.transpose(1, 2)):
+        with pytest.raises(InputError, match=r"the teacher's logits are \[.*, and the model's \[3, 7, 50\]"):
+            recovery_loss(logits, targets, other, task=1.0, kl=1.0)
+    with pytest.raises(InputError, match="18 targets for logits of 21 tokens"):
+        recovery_loss(logits, targets[:, :-1], teacher, task=1.0, kl=1.0)
 
 
 def test_impossible_tokens_of_the_teacher_cost_nothing():

@@ -139,6 +139,8 @@ class CodesToTune(ToTune):
         found = [choice for b in buckets for choice in dispatch_codes.candidates(self.product(b))]
         few = [quantized_decode.Config(**c.config) for c in found if c.backend == "decode"]
         quantized_decode.compile_all(few, dtype, scheme.codes, scheme.group, device)
+        of_four_bits = [hopper.from_dict(c.config) for c in found if c.backend == "decode4"]
+        hopper.compile_all(of_four_bits, dtype, device)
         many = [hopper.from_dict(c.config) for c in found if c.backend == "codes"]
         hopper.compile_all(many, dtype, device, None, scheme.stored)
         if not scheme.rounds_activations:  # codes are widened, and multiplied in the way chosen for 16 bits

@@ -2,6 +2,8 @@
 
     codes     schemes that round activations, on Hopper: every token becomes codes of 8 bits in one kernel
               (token_codes.py), then codes are multiplied with codes (hopper.Decode8, hopper.Prefill8)
+    decode4   few tokens times weights of 4 bits, on Hopper: the codes become 16-bit numbers in the registers
+              that the tensor cores read (hopper.Decode4)
     decode    few tokens otherwise: the weight's codes become 16-bit numbers on the way to the tensor cores
               (quantized_decode.py). Activations stay in 16 bits, also where the scheme would round them:
               without a product of codes that would save nothing
@@ -9,7 +11,7 @@
     reference what none of them can run
 
 Tables of what was measured come first, then a rule of thumb. `TWOFOUR_BACKEND` and `force` name the backends
-of 16 bits: ampere means decode, hopper codes or, where activations are not rounded, widen.
+of 16 bits: ampere means decode, hopper codes, decode4 or, where neither can run it, widen.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from twofour.ops import library
 from twofour.packed import FOUR_BIT, scale_group
 from twofour.quantize.schemes import Codes
 
-WAYS = ("codes", "decode", "widen", "reference")
+WAYS = ("codes", "decode4", "decode", "widen", "reference")
 
-_FORCED = {"ampere": ("decode",), "hopper": ("codes", "widen"), "reference": ("reference",)}
+_FORCED = {"ampere": ("decode",), "hopper": ("codes", "decode4", "widen"), "reference": ("reference",)}
 _CODES: dict[torch.dtype, Codes] = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", FOUR_BIT: "int4"}
 
 #: Tokens up to which the weight's bytes are what counts.
@@ -146,6 +148,10 @@ def why_not(way: str, product: Product) -> str | None:
     shape = (product.n, product.k)
     if way == "decode":
         return quantized_decode.why_not(device, product.dtype, product.codes, *shape, product.group)
+    if way == "decode4":
+        if product.codes != "int4" or product.group != 128:
+            return "it has a scale for 128 columns of int4"
+        return hopper.why_not(device, product.dtype, *shape)
     if way == "codes":
         if not product.rounds:
             return "the scheme keeps activations in 16 bits"
@@ -168,8 +174,8 @@ def choose(product: Product) -> Choice:
         known = [choice for choice in known if choice.backend in usable]
     if known:
         return known[0]
-    if usable[:2] == ["decode", "widen"] and product.bucket > _FEW:
-        usable.remove("decode")
+    if product.bucket > _FEW and "widen" in usable:
+        usable = [way for way in usable if way not in ("decode", "decode4")]
     return _rule_of_thumb(product, usable[0])
 
 
@@ -189,8 +195,12 @@ def _rule_of_thumb(product: Product, way: str) -> Choice:
         clusters = torch.cuda.get_device_capability(product.device) >= (9, 0)
         of = (product.rows, product.k, product.bucket, product.codes, product.group)
         return Choice(way, asdict(quantized_decode.guess(*of, processors, clusters)))
+    if way == "decode4":
+        return Choice(way, hopper.as_dict(hopper.guess4(product.rows, product.bucket, processors)))
     if way == "codes":
-        guess = hopper.guess8(product.rows, product.k, product.bucket, processors)
+        guess = hopper.guess8(
+            product.rows, product.k, product.bucket, processors, product.activation is not None
+        )
         return Choice(way, hopper.as_dict(guess))
     return Choice(way)
 
@@ -202,6 +212,8 @@ def candidates(product: Product) -> list[Choice]:
         clusters = torch.cuda.get_device_capability(product.device) >= (9, 0)
         of = (product.bucket, product.codes, product.group, clusters)
         found += [Choice("decode", asdict(c)) for c in quantized_decode.configs(*of)]
+    if why_not("decode4", product) is None and product.bucket <= 256:
+        found += [Choice("decode4", hopper.as_dict(c)) for c in hopper.configs4(product.bucket)]
     if why_not("codes", product) is None:
         found += [Choice("codes", hopper.as_dict(c)) for c in hopper.configs8(product.bucket, product.n)]
     if why_not("widen", product) is None and product.bucket > _FEW and not product.rounds:
@@ -213,16 +225,27 @@ def runner(product: Product, choice: Choice | None = None) -> Run:
     """The call that runs a product in the way chosen."""
     choice = choice or choose(product)
     n, k, dtype, device = product.n, product.k, product.dtype, product.device
-    config = hopper.from_dict(choice.config) if choice.backend == "codes" else None
+    config = hopper.from_dict(choice.config) if choice.backend in ("codes", "decode4") else None
     if config is not None and (product.activation is None or (config.gates and n % 8 == 0)):
-        codes = hopper_launch.Launches(n, k, dtype, config, device, product.activation, product.stored)
+        stored = product.stored if choice.backend == "codes" else None
+        hopper_product = hopper_launch.Launches(n, k, dtype, config, device, product.activation, stored)
+        if stored is None:
+
+            def four_bit_product(
+                x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, bias: Tensor | None
+            ) -> Tensor:
+                out = x.new_empty((x.shape[0], n))
+                hopper_product.run(x, values, meta, bias, out, scale)
+                return out
+
+            return four_bit_product
 
         def rounded_product(
             x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, bias: Tensor | None
         ) -> Tensor:
             rounded, of_tokens = token_codes.round_tokens(x, product.stored)
             out = x.new_empty((x.shape[0], n))
-            codes.run(rounded, values, meta, bias, out, scale, of_tokens)
+            hopper_product.run(rounded, values, meta, bias, out, scale, of_tokens)
             return out
 
         return rounded_product

@@ -1,9 +1,9 @@
 """Hopper: the kernels of cuda/*_sm90.cu, which read the packed tensors as they are.
 
-`Decode` is for few tokens, `Prefill` for many, `Prefill8` for many tokens where both operands are codes of 8
-bits; each describes how its kernel is compiled. The row pitch of positions must be a multiple of 16 bytes for
-the copy engine, so k must be a multiple of 128. Nothing is repacked (hopper_launch.py has what is kept per
-layer).
+`Decode` is for few tokens, `Prefill` for many; `Decode8` and `Prefill8` are for operands that are both codes
+of 8 bits, `Decode4` is for weights of 4 bits. Each describes how its kernel is compiled. The row pitch of
+positions must be a multiple of 16 bytes for the copy engine, so k must be a multiple of 128. Nothing is
+repacked (hopper_launch.py has what is kept per layer).
 
 Both can end with a gated activation: for a weight of two matrices, gate above beside,
 y = activate(x·gateᵀ) * (x·besideᵀ).
@@ -55,6 +55,16 @@ class Decode:
         return 64 * self.warpgroups * (self.step + self.step // 8) + 2 * self.step * self.tokens
 
     @property
+    def threads(self) -> int:
+        """Those that multiply, and a warp that copies."""
+        return 128 * self.warpgroups + 32
+
+    @property
+    def registers(self) -> int:
+        """That a thread needs: its sums, and what it works with."""
+        return self.tokens // 2 + 48
+
+    @property
     def cluster(self) -> int:
         return self.split
 
@@ -93,6 +103,27 @@ class Decode8(Decode):
 
 
 @dataclass(frozen=True)
+class Decode4(Decode):
+    """Few tokens of 16 bits, weights of 4: a tile has 256 columns, and its tokens are copied by warps."""
+
+    kernel: ClassVar[str] = "decode4"
+    source: ClassVar[str] = "decode4"
+    value_bytes: ClassVar[int] = 64
+
+    @property
+    def stage_bytes(self) -> int:
+        return 64 * self.warpgroups * (self.step // 4 + self.step // 8) + 2 * self.step * self.tokens
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups + 32 * -(-self.tokens // 16)
+
+    @property
+    def registers(self) -> int:
+        return 3 * self.tokens // 2 + 64
+
+
+@dataclass(frozen=True)
 class Prefill:
     """Many tokens: tokens a tile, warpgroups of 64 rows a block, blocks that share x, row blocks together."""
 
@@ -108,6 +139,10 @@ class Prefill:
     position_bytes: ClassVar[int] = 32
     e_stages: ClassVar[int] = 2
     gates: ClassVar[bool] = True
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups + 32
 
     @property
     def a_stages(self) -> int:
@@ -168,7 +203,7 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(options: dict[str, Any]) -> Config:
-    kinds = {kind.kernel: kind for kind in (Decode, Decode8, Prefill, Prefill8)}
+    kinds = {kind.kernel: kind for kind in (Decode, Decode8, Decode4, Prefill, Prefill8)}
     kind = kinds[options.get("kernel", "decode")]
     return kind(**{name: value for name, value in options.items() if name != "kernel"})
 
@@ -210,9 +245,29 @@ def configs8(tokens: int, n: int = 8) -> list[Decode8 | Prefill8]:
     return [*dict.fromkeys(few), *many]
 
 
-def guess8(n: int, k: int, tokens: int, processors: int = 132) -> Decode8 | Prefill8:
-    """As `guess` for products of codes: the tiles are the same in bytes."""
-    few = guess(n, k, tokens, processors)
+def configs4(tokens: int) -> list[Decode4]:
+    """Candidates for weights of 4 bits; beyond 64 tokens they come in several tiles."""
+    room = min(_room(tokens), 64)
+    found = [
+        _fit_of(Decode4, room, warpgroups, split, 256, resident)
+        for resident, warpgroups, split in itertools.product((3, 2, 1), (1, 2, 4), (1, 2, 4, 8))
+    ]
+    return [c for c in dict.fromkeys(found) if c is not None]
+
+
+def guess4(rows: int, tokens: int, processors: int = 132) -> Decode4:
+    """For a shape that was not measured: the largest blocks of which each multiprocessor has one."""
+
+    def likeness(config: Decode4) -> tuple[bool, int, int]:
+        blocks = config.row_units(rows) * config.split
+        return blocks >= 0.7 * processors, config.warpgroups - config.split, config.stages
+
+    return max(configs4(tokens), key=likeness)
+
+
+def guess8(n: int, k: int, tokens: int, processors: int = 132, gated: bool = False) -> Decode8 | Prefill8:
+    """As `guess` for products of codes, the tiles being the same in bytes. `n`: rows, of both if gated."""
+    few = guess(n // 2 if gated else n, k, tokens, processors, gated)
     if isinstance(few, Decode):
         fitted = _fit8(few.tokens, few.warpgroups, few.split, 2 * few.step, 1)
         return fitted or _fit8(few.tokens, few.warpgroups, few.split, 256, 1) or configs8(tokens, n)[0]
@@ -306,10 +361,10 @@ _Kind = TypeVar("_Kind", bound=Decode)
 def _fit_of(
     kind: type[_Kind], room: int, warpgroups: int, split: int, step: int, resident: int
 ) -> _Kind | None:
-    registers = 65536 // resident // (128 * warpgroups + 32)
     one = kind(room, warpgroups, split, step, 1)
+    registers = 65536 // resident // one.threads
     stages = (_SHARED_BYTES // resident - one.shared_bytes) // one.stage_bytes + 1
-    if stages < 2 or room // 2 + 48 > min(registers, 255) or (room // 2) % split:
+    if stages < 2 or one.registers > min(registers, 255) or (room // 2) % split:
         return None
     return kind(room, warpgroups, split, step, min(stages, 16))
 
@@ -336,10 +391,17 @@ def source(
     outputs = ", ".join(f'"+{register}"((d)[{i}])' for i in range(count))
     # Add to the sums; leave the signs of both operands, and the order of their elements, as they are.
     flags = {0: "1, 1, 1, 0, 0", 1: "1, 1, 1", 2: "1"}[number]
-    instruction = (
-        f"wgmma.mma_async.sp.sync.aligned.m64n{config.tokens}k{64 if number else 32}.{kind} "
-        f"{{{sums}}}, %{count}, %{count + 1}, %{count + 2}, %{count + 3}, {flags};"
-    )
+    name = f"wgmma.mma_async.sp.sync.aligned.m64n{config.tokens}k{64 if number else 32}.{kind}"
+    if isinstance(config, Decode4):  # W from registers; `add` to the sums, or begin with them
+        places = [f"%{count + i}" for i in range(8)]
+        instruction = f"{name} {{{sums}}}, {{{', '.join(places[:4])}}}, {', '.join(places[4:])}, 1, 1, 0;"
+        macro = "WGMMA(d, a, b, e, selector, add)"
+        inputs = '"r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(e), "n"(selector), "n"(add)'
+    else:
+        places = [f"%{count + i}" for i in range(4)]
+        instruction = f"{name} {{{sums}}}, {', '.join(places)}, {flags};"
+        macro = "WGMMA(d, a, b, e, selector)"
+        inputs = '"l"(a), "l"(b), "r"(e), "n"(selector)'
     constants = {
         "TOKENS": config.tokens,
         "WARPGROUPS": config.warpgroups,
@@ -348,7 +410,8 @@ def source(
         "CODES": number,
     }
     if isinstance(config, Decode):
-        constants |= {"SPLIT": config.split, "STEP": config.step, "STAGES": config.stages}
+        constants |= {"SPLIT": config.split, "STAGES": config.stages}
+        constants |= {} if isinstance(config, Decode4) else {"STEP": config.step}
     elif isinstance(config, Prefill8):
         constants |= {"CLUSTER": config.cluster, "STAGES": config.stages}
     else:
@@ -358,12 +421,13 @@ def source(
             "B_STAGES": config.b_stages,
             "E_STAGES": config.e_stages,
         }
-    tiles = () if isinstance(config, Decode) else ("tiles_sm90.cuh",)
+    shared = ["few_sm90.cuh" if isinstance(config, Decode) else "tiles_sm90.cuh"]
+    if isinstance(config, Decode4):
+        shared.append("numbers.cuh")
     return (
         "".join(f"#define {name} {value}\n" for name, value in constants.items())
-        + f'#define WGMMA(d, a, b, e, selector) asm volatile("{instruction}" '
-        + f': {outputs} : "l"(a), "l"(b), "r"(e), "n"(selector))\n'
-        + cuda_text("common.cuh", "sm90.cuh", *tiles, f"{config.source}_sm90.cu")
+        + f'#define {macro} asm volatile("{instruction}" : {outputs} : {inputs})\n'
+        + cuda_text("common.cuh", "sm90.cuh", *shared, f"{config.source}_sm90.cu")
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from twofour.kernels import nvrtc
-from twofour.kernels.hopper import ARCHITECTURE, Config, source
+from twofour.kernels.hopper import ARCHITECTURE, Config, Decode4, source
 
 _ELEMENT = {
     torch.float16: 6,
@@ -62,7 +62,7 @@ class Launches:
     ) -> None:
         """`early`: the kernel asks for the weight before the kernel before it has ended."""
         self.n, self.k, self.config, self.device, self.early = n, k, config, device, early
-        self.dtype = codes or dtype  # of both operands
+        self.dtype = codes or dtype  # of both operands; weights of 4 bits are bytes, two of them in each
         self.gated = activation is not None
         if self.gated and not (config.gates and n % 8 == 0):
             raise ValueError(f"{config} cannot end in a gated activation of {n} features")
@@ -73,7 +73,7 @@ class Launches:
             config.shared_bytes,
             device,
         )
-        self.threads = 128 * config.warpgroups + 32
+        self.threads = config.threads
         self.resident = nvrtc.resident_clusters(
             self.function, self.threads, config.shared_bytes, config.cluster, device
         )
@@ -97,9 +97,15 @@ class Launches:
                 self.by_address.clear()
             launch = self.by_address[key] = _Launch(self, *key)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        if row_scale is not None and token_scale is not None:
-            launch.pointers[2], launch.pointers[3] = row_scale.data_ptr(), token_scale.data_ptr()
-        launch(x.data_ptr(), x.shape[0], out.data_ptr(), 0 if bias is None else bias.data_ptr(), stream)
+        launch(
+            x.data_ptr(),
+            x.shape[0],
+            out.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if row_scale is None else row_scale.data_ptr(),
+            0 if token_scale is None else token_scale.data_ptr(),
+            stream,
+        )
 
 
 @cache
@@ -118,31 +124,43 @@ class _Launch:
         self.lock = threading.Lock()
         self.memory = ctypes.create_string_buffer(4 * 128)
         maps = -(-ctypes.addressof(self.memory) // 128) * 128
-        swizzle = _SWIZZLE_64 if config.value_bytes == 64 else _SWIZZLE_128
-        box, pitch = config.value_bytes // dtype.itemsize, k // 2 * dtype.itemsize
-        _describe_rows(maps, dtype, values, n, k // 2, pitch, box, rows, swizzle, of.gated)
+        four_bit = isinstance(config, Decode4)
+        if four_bit:
+            _describe_rows(
+                maps, torch.uint8, values, n, k // 4, k // 4, config.value_bytes, rows, 0, of.gated
+            )
+        else:
+            swizzle = _SWIZZLE_64 if config.value_bytes == 64 else _SWIZZLE_128
+            box, pitch = config.value_bytes // dtype.itemsize, k // 2 * dtype.itemsize
+            _describe_rows(maps, dtype, values, n, k // 2, pitch, box, rows, swizzle, of.gated)
         _describe_rows(
             maps + 128, torch.uint8, meta, n, k // 8, k // 8, config.position_bytes, rows, 0, of.gated
         )
-        self.pointers = (ctypes.c_uint64 * 4)()  # y, bias, scales of rows and of tokens
+        self.pointers = (ctypes.c_uint64 * 5)()  # y, bias, scales of rows and of tokens, x
         self.config, self.room, self.resident = config, config.tokens, of.resident
         self.row_units = config.row_units(2 * n if of.gated else n)
         # n, tokens, steps, units of rows, tiles of tokens, units of rows that share the cache
-        self.numbers = (ctypes.c_int * 6)(n, 0, -(-k // config.step), self.row_units, 1, config.grouped)
+        self.numbers = (ctypes.c_int * 7)(n, 0, -(-k // config.step), self.row_units, 1, config.grouped, k)
         at, number = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
-        where = [maps, maps + 128, maps + 256, at, at + 8, *range(number, number + 24, 4), at + 16, at + 24]
+        x, last = (at + 32, number + 24) if four_bit else (maps + 256, at + 24)
+        where = [maps, maps + 128, x, at, at + 8, *range(number, number + 24, 4), at + 16, last]
         self.arguments = (ctypes.c_void_p * len(where))(*where)
-        self.describe_x = _x_describer(maps + 256, dtype, k, config.x_box)
+        self.describe_x = self._point_at_x if four_bit else _x_describer(maps + 256, dtype, k, config.x_box)
         self.run = nvrtc.launcher(
             of.function, of.threads, config.shared_bytes, self.arguments, early=of.early
         )
 
-    def __call__(self, x: int, tokens: int, out: int, bias: int, stream: int) -> None:
+    def _point_at_x(self, x: int, tokens: int) -> None:
+        self.pointers[4] = x
+
+    def __call__(
+        self, x: int, tokens: int, out: int, bias: int, row_scale: int, token_scale: int, stream: int
+    ) -> None:
         tiles = -(-tokens // self.room)
         with self.lock:  # the driver copies the arguments before it returns
             self.describe_x(x, tokens)
             pointers, numbers = self.pointers, self.numbers
-            pointers[0], pointers[1] = out, bias
+            pointers[0], pointers[1], pointers[2], pointers[3] = out, bias, row_scale, token_scale
             numbers[1], numbers[4] = tokens, tiles
             self.run(self.config.blocks(self.row_units, tiles, self.resident), stream)
 

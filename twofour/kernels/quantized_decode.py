@@ -219,7 +219,7 @@ def source(config: Config, dtype: torch.dtype, codes: Codes, group: int | None) 
         f"#define STEP {config.step}\n#define STAGES {config.stages}\n#define SPLIT {config.split}\n"
         f"#define CODES {_DEFINED[codes]}\n#define GROUP {group or 0}\n"
         f"#define FP16 {int(dtype == torch.float16)}\n"
-        + cuda_text("common.cuh", "sm80.cuh", "quantized_decode_sm80.cu")
+        + cuda_text("common.cuh", "sm80.cuh", "numbers.cuh", "quantized_decode_sm80.cu")
     )
 
 

@@ -6,11 +6,14 @@ T² keeps the size of the gradient when T changes. Logits are [tokens, vocabular
 hundred thousand entries: the softmaxes of both models in float32 would take more memory than the models. So
 tokens go in chunks; of each only its losses and its gradient are kept, the latter in the dtype of the logits.
 The gradient is made together with the loss, where the softmaxes are at hand, so nothing is computed twice.
+On a GPU a kernel of `fused_loss` does all tokens at once, and holds no softmax at all.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from twofour.errors import InputError
 from twofour.recover.fused import Fused
 
 #: A target that does not count: the last position of a window has no next token.
@@ -64,14 +68,31 @@ def recovery_loss(
 ) -> Tensor:
     """The loss that the module opens with. `logits` and `teacher` [..., vocabulary], `targets` [...].
 
-    Without a teacher it is the task's loss alone. `fused`: compiled, as is the default on a GPU.
+    Without a teacher it is the task's loss alone. A GPU has a kernel for all of it, a CPU goes by plain
+    chunks; `fused` asks for chunks on either, True for compiled ones and False for plain ones.
     """
     vocabulary = logits.shape[-1]
     rows = logits.reshape(-1, vocabulary)
-    beliefs = None if teacher is None or not kl else teacher.detach().reshape(-1, vocabulary)
+    beliefs = None if teacher is None or not kl else teacher.detach()
     if beliefs is None:
         kl = 0.0
-    chunk = _fused_chunk if (logits.is_cuda if fused is None else fused) else _chunk
+    elif beliefs.shape[-1] != vocabulary or beliefs.numel() != rows.numel():
+        raise InputError(
+            f"the teacher's logits are {list(beliefs.shape)}, and the model's {list(logits.shape)}.",
+            hint="Both must come from the same tokens and the same vocabulary.",
+        )
+    else:
+        beliefs = beliefs.reshape(-1, vocabulary)
+    if targets.numel() != len(rows):
+        raise InputError(
+            f"{targets.numel()} targets for logits of {len(rows)} tokens.",
+            hint=f"Give one for each token, and {NONE} where there is none.",
+        )
+    chunk: Callable[..., tuple[Tensor, ...]] | None
+    if fused is None and logits.is_cuda:
+        chunk = None if _kernel_works(logits.device) else _fused_chunk
+    else:
+        chunk = _fused_chunk if fused else _chunk
     loss: Tensor = _Loss.apply(rows, targets.reshape(-1), beliefs, task, kl, temperature, chunk)
     return loss
 
@@ -109,6 +130,21 @@ def _chunk(
 _fused_chunk = Fused(_chunk, "the loss")
 
 
+@functools.cache
+def _kernel_works(device: torch.device) -> bool:
+    """Triton compiles on first use and may find no compiler then: find out on one token, and say so once."""
+    try:
+        from twofour.recover import fused_loss
+
+        one = torch.ones((1, 1), device=device)
+        target = torch.zeros(1, dtype=torch.long, device=device)
+        fused_loss.row_losses(one, target, one, one, 1.0, 1.0, fused_loss.scale_(one.clone(), one))
+    except Exception as error:
+        warnings.warn(f"the loss is computed without its Triton kernel, slower: {error}", stacklevel=3)
+        return False
+    return True
+
+
 def _parts(rows: Tensor) -> Iterator[slice]:
     """Chunks of one size, as far as that goes: each size is compiled for itself."""
     most = max(1, CHUNK["cpu" if rows.device.type == "cpu" else "cuda"] // rows.shape[1])
@@ -118,7 +154,10 @@ def _parts(rows: Tensor) -> Iterator[slice]:
 
 
 class _Loss(torch.autograd.Function):
-    """Chunk by chunk. The gradient is used up by the backward pass, which scales it in place."""
+    """By chunks or, where none is given, by the kernel, which needs none.
+
+    The gradient is used up by the backward pass, which scales it in place.
+    """
 
     @staticmethod
     def forward(
@@ -129,24 +168,32 @@ class _Loss(torch.autograd.Function):
         task: float,
         kl: float,
         temperature: float,
-        chunk: Callable[..., tuple[Tensor, ...]],
+        chunk: Callable[..., tuple[Tensor, ...]] | None,
     ) -> Tensor:
         # On the device: looking at how many targets count would make the GPU wait.
         each_task = task / (targets != NONE).sum().clamp(min=1).float()
-        each_kl = torch.full_like(each_task, kl / max(len(logits), 1))
+        each_kl = kl / max(len(logits), 1)
         keeps = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(logits) if keeps else None
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format) if keeps else None
         loss = torch.zeros((), device=logits.device)
-        for part in _parts(logits):
+        if chunk is None:
+            from twofour.recover.fused_loss import row_losses, scale_
+        # The kernel needs no chunks, but predictions that lie elsewhere are not fetched all at once.
+        elsewhere = teacher is not None and teacher.device != logits.device
+        for part in _parts(logits) if chunk or elsewhere else (slice(None),):
             beliefs = None if teacher is None else teacher[part].to(logits.device)
-            some, slope, aim, at_aim = chunk(
-                logits[part], targets[part], beliefs, each_task, each_kl, temperature
-            )
-            loss += some
-            if gradient is not None:
-                gradient[part] = slope
-                gradient[part].scatter_(-1, aim, at_aim)
-        ctx.gradient = gradient
+            into = None if gradient is None else gradient[part]
+            some = logits[part], targets[part], beliefs
+            if chunk is None:
+                loss += row_losses(*some, each_task if task else None, each_kl, temperature, into).sum()
+            else:
+                summed, slope, aim, at_aim = chunk(
+                    *some, each_task, torch.full_like(each_task, each_kl), temperature
+                )
+                loss += summed
+                if into is not None:
+                    into.copy_(slope).scatter_(-1, aim, at_aim)
+        ctx.gradient, ctx.scale_ = gradient, Tensor.mul_ if chunk else scale_
         return loss
 
     @staticmethod
@@ -155,4 +202,4 @@ class _Loss(torch.autograd.Function):
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
             raise RuntimeError("this loss went backward once already, and kept nothing for a second time.")
-        return gradient.mul_(outer), None, None, None, None, None, None
+        return ctx.scale_(gradient, outer), None, None, None, None, None, None

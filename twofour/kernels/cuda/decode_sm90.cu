@@ -20,8 +20,6 @@
 // generated, sm90.cuh comes first. Tiles beyond the edges of W and x are filled with zeros by the copy engine, so any n, and any k
 // that is a multiple of 128, works; outputs beyond n or tokens are not written.
 
-constexpr int ROWS = 64 * WARPGROUPS;             // rows of W per block
-constexpr int CONSUMERS = 128 * WARPGROUPS;
 constexpr int WIDE = CODES ? 128 : 64;            // elements in 128 bytes, a row of a tile in shared memory
 constexpr int A_BOX = ROWS * 128;                 // WIDE values of each row, that is twice as many columns
 constexpr int A_BYTES = A_BOX * (STEP / (2 * WIDE));
@@ -31,24 +29,13 @@ constexpr int PLACES = STEP / 64;                 // words of positions a thread
 constexpr int E_PITCH = STEP / 8;                 // bytes of positions a row
 constexpr int E_BYTES = ROWS * E_PITCH;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + E_BYTES;
-constexpr int ACCUMULATORS = TOKENS / 2;          // floats a thread
 constexpr int PENDING = STAGES > 2;               // with two stages, waiting would leave only one to be filled
-constexpr int SHARE = ACCUMULATORS / SPLIT;       // of which each block of a cluster finishes so many
-
-// Rows of W: block number `block` of them, from column x on.
-__device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int x, int block, u32 barrier, u64 policy) {
-#if GATED
-  copy_pairs(to, map, x, block * (ROWS / 16), barrier, policy);
-#else
-  copy_tile(to, map, x, block * ROWS, barrier, policy);
-#endif
-}
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
 decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
        const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n,
        int tokens, int steps, int blocks, int tiles, int grouped, const u16* __restrict__ row_scale,
-       const float* __restrict__ token_scale) {
+       const float* token_scale) {
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which address each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
@@ -56,13 +43,8 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
   __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
 
   const int warp = threadIdx.x / 32;
-  // Blocks that run at the same time work on `grouped` row blocks and neighbouring tiles of tokens, so that
-  // what they read of W and x is still in the cache for each other.
-  const int rank = blockIdx.x % SPLIT, unit = blockIdx.x / SPLIT;
-  const int set = unit / (grouped * tiles) * grouped, rows_in_set = min(grouped, blocks - set);
-  const int block = set + unit % (grouped * tiles) % rows_in_set;
-  const int first_token = unit % (grouped * tiles) / rows_in_set * TOKENS;
-  const int first = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - first;
+  const Place place(steps, blocks, tiles, grouped);
+  const int block = place.block, first_token = place.first_token, first = place.first, count = place.count;
 
   if (warp == 4 * WARPGROUPS) {  // the copying warp
     if (threadIdx.x % 32 == 0) {
@@ -185,59 +167,5 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
 #pragma unroll
   for (int j = 0; j < PLACES; ++j) asm volatile("" : "+r"(even[j]), "+r"(odd[j])::"memory");
 
-  if (SPLIT > 1) {
-    cluster_wait();  // all blocks have started, so their shared memory is there
-    // Every block sends each other block that one's share of the sums, then adds up what it was sent.
-#pragma unroll
-    for (int to = 0; to < SPLIT; ++to) {
-      u32 there;
-      const u32 here = shared_address(gathered + (rank * SHARE) * CONSUMERS + threadIdx.x);
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(to));
-#pragma unroll
-      for (int j = 0; j < SHARE; ++j)
-        STORE_IN_CLUSTER(there + j * CONSUMERS * 4, sum[to * SHARE + j]);
-    }
-    cluster_arrive();
-    cluster_wait();
-#pragma unroll
-    for (int j = 0; j < SHARE; ++j) {
-      Sum total = 0;
-#pragma unroll
-      for (int from = 0; from < SPLIT; ++from) total += gathered[(from * SHARE + j) * CONSUMERS + threadIdx.x];
-      sum[j] = total;
-    }
-  }
-
-  // Of accumulator j of the tile: its token, and the scale of that.
-  auto token_of = [&](int j) { return first_token + 8 * (j / 4) + 2 * (lane % 4) + j % 2; };
-  auto scale_of = [&](int token) { return CODES && token < tokens ? token_scale[token] : 1.f; };
-#if GATED
-  static_assert(SHARE % 4 == 0, "a block finishes both sums of an output");
-  const int at = block * (ROWS / 2) + 32 * group + 8 * (warp % 4) + lane / 4;
-  const float low = bias && at < n ? from_16_bit(bias[at]) : 0.f;
-  const float high = bias && at < n ? from_16_bit(bias[n + at]) : 0.f;
-  const float low_scale = CODES && at < n ? from_16_bit(row_scale[at]) : 1.f;
-  const float high_scale = CODES && at < n ? from_16_bit(row_scale[n + at]) : 1.f;
-#pragma unroll
-  for (int i = 0; i < SHARE; ++i) {
-    if (i % 4 > 1) continue;  // beside, used with its gate
-    const int token = token_of(rank * SHARE + i);
-    const float scale = scale_of(token);
-    const float out = activate(sum[i] * (scale * low_scale) + low) * (sum[i + 2] * (scale * high_scale) + high);
-    if (token < tokens && at < n) y[(long long)token * n + at] = to_16_bit(out);
-  }
-#else
-  const int at = block * ROWS + row;
-  const float low = bias && at < n ? from_16_bit(bias[at]) : 0.f;
-  const float high = bias && at + 8 < n ? from_16_bit(bias[at + 8]) : 0.f;
-  const float low_scale = CODES && at < n ? from_16_bit(row_scale[at]) : 1.f;
-  const float high_scale = CODES && at + 8 < n ? from_16_bit(row_scale[at + 8]) : 1.f;
-#pragma unroll
-  for (int i = 0; i < SHARE; ++i) {
-    const int j = rank * SHARE + i, token = token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
-    const float scale = scale_of(token) * (j % 4 < 2 ? low_scale : high_scale);
-    if (token < tokens && here < n)
-      y[(long long)token * n + here] = to_16_bit(sum[i] * scale + (j % 4 < 2 ? low : high));
-  }
-#endif
+  finish(sum, gathered, place, y, bias, n, tokens, row_scale, token_scale);
 }

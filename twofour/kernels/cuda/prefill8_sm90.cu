@@ -28,7 +28,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CON
 prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
          const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
          int steps, int sets, int tiles, int grouped, const u16* __restrict__ row_scale,
-         const float* __restrict__ token_scale) {
+         const float* token_scale) {
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which write into each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);

@@ -90,47 +90,16 @@ __device__ __forceinline__ void load_words(u32 (&to)[WORDS], const char* from) {
     to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
   }
 }
-// a·b + c for two 16-bit numbers at once. Everything below is exact, and numbers too small to be normal are kept.
-__device__ __forceinline__ u32 two(u32 a, u32 b, u32 c) {
-  u32 out;
-#if FP16
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-#else
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-#endif
-  return out;
-}
-
-// (a & b) ^ c and (a & b) | c as one instruction: left to itself the compiler makes two of them.
-__device__ __forceinline__ u32 and_xor(u32 a, u32 b, u32 c) {
-  u32 out;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-  return out;
-}
-__device__ __forceinline__ u32 and_or(u32 a, u32 b, u32 c) {
-  u32 out;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-  return out;
-}
-
 // The two codes of a group as 16-bit numbers. `word` has the chunk: with 4 bits the low or the high half of it
 // (`upper`), with 8 bits all of it. `odd`, 0 or 1, is which group of the chunk.
 //
-// 4 bits: a code with its upper bit turned is code + 8. In the last bits of 128 (bf16: 0x4300) or 1024 (fp16:
-// 0x6400) it is 136 or 1032 + code. fp16 has room for it 4 bits further up as well, times 16.
 // int8: fp16 takes code + 128 into 1024. bf16 has 7 bits behind the first, so the lower 7 go into 128, and the
 // upper one makes 256 of the 128 that are taken off again.
 // e4m3: its exponent and fraction are moved to where those of the 16-bit number are. Only the bias is another,
 // which a power of two makes good.
 __device__ __forceinline__ u32 numbers(u32 word, int upper, u32 odd) {
 #if CODES == 4
-#if FP16
-  const u32 twice = __byte_perm(word, 0, 0x0101 * odd + (upper ? 0x0202 : 0));
-  return two(and_xor(twice, 0x00F0000F, 0x64806408), 0x2C003C00, 0xD480E408);
-#else
-  const u32 apart = __byte_perm(word, word >> 4, 0x0101 * odd + (upper ? 0x0602 : 0x0400));
-  return two(and_xor(apart, 0x000F000F, 0x43084308), 0x3F803F80, 0xC308C308);
-#endif
+  return four_bit_numbers(word, upper, odd);
 #elif CODES == 8
 #if FP16
   return two(__byte_perm(word, 0x64646464, 0x0202 * odd + 0x4140) ^ 0x00800080, 0x3C003C00, 0xE480E480);

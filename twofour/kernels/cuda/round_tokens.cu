@@ -20,7 +20,8 @@ __device__ __forceinline__ u32 two_codes(float first, float second) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-round_tokens(const uint4* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales) {
+round_tokens(const uint4* x, uint2* codes, float* scales) {  // not __restrict__: x must not be read by a cache that is
+                                                             // not kept coherent, as the kernel before may still write it
   __shared__ u32 of_warps[THREADS / 32];
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");

@@ -71,9 +71,30 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// What the kernel before has made. This kernel was started before that one had ended, so what the first cache holds of
+// such an address may be older, from a kernel before both: ask the second.
+__device__ __forceinline__ float load_fresh(const float* from) {
+  float out;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(out) : "l"(from) : "memory");
+  return out;
+}
+__device__ __forceinline__ float2 load_fresh_pair(const float* from) {
+  float2 out;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(out.x), "=f"(out.y) : "l"(from) : "memory");
+  return out;
+}
+
 // A shared-memory matrix of 128-byte rows under the 128-byte swizzle: 8 rows are 1024 bytes.
 __device__ __forceinline__ u64 descriptor(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+// The half of a descriptor that depends on the address, and the whole of it.
+__device__ __forceinline__ u32 low_word(u32 address) { return (u32)descriptor(address); }
+__device__ __forceinline__ u64 full_descriptor(u32 low) {
+  u64 out;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(out) : "r"(low), "r"((u32)(descriptor(0) >> 32)));
+  return out;
 }
 
 // Two neighbours in one word, the first in the low half.

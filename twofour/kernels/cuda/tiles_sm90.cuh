@@ -52,14 +52,6 @@ __device__ __forceinline__ void release_in_cluster(u32 barrier) {
   }
 }
 
-// The half of a descriptor that depends on the address, and the whole of it.
-__device__ __forceinline__ u32 low_word(u32 address) { return (u32)descriptor(address); }
-__device__ __forceinline__ u64 full_descriptor(u32 low) {
-  u64 out;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(out) : "r"(low), "r"((u32)(descriptor(0) >> 32)));
-  return out;
-}
-
 // Four 8×8 matrices to shared memory, their columns as rows of 16 bytes at the addresses that the lanes give.
 __device__ __forceinline__ void store_transposed(u32 to, const u32 (&in)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(in[0]),
@@ -85,16 +77,14 @@ __device__ __forceinline__ void store_16_bytes(u16* to, const u32 (&in)[4]) {
 __device__ __forceinline__ void write_tile(const Sum (&sum)[ACCUMULATORS], const Unit& at, u32 turns,
                                            u16* __restrict__ y, const u16* __restrict__ bias,
                                            const u16* __restrict__ row_scale,
-                                           const float* __restrict__ token_scale, int n, int tokens) {
+                                           const float* token_scale, int n, int tokens) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto scales_of = [&](int token) {  // and of the one after it; there is room to read beyond the last
-    float2 out = make_float2(1.f, 1.f);
-#if CODES  // volatile: all of them at the beginning would not fit the registers
-    asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(out.x), "=f"(out.y)
-                 : "l"(token_scale + token + 2 * (lane % 4)));
+#if CODES  // each when it is wanted: all of them at the beginning would not fit the registers
+    return load_fresh_pair(token_scale + token + 2 * (lane % 4));
+#else
+    return make_float2(1.f, 1.f);
 #endif
-    return out;
   };
 #if GATED
   constexpr int WIDE = 32;  // 8 rows of each: 16 bytes
