@@ -50,7 +50,8 @@ def test_names_in_the_tables_tell_apart_what_runs_differently():
     [
         (FP8, "codes", "codes"),
         (INT8, "codes", "codes"),
-        (INT4, "decode", "widen"),
+        (INT4, "decode4", "widen"),
+        (replace(INT4, scales=64), "decode", "widen"),  # a scale for 64 columns
         (WEIGHT_ONLY, "decode", "widen"),
         (replace(FP8, k=704), "decode", "widen"),  # no multiple of 128
         (replace(INT8, n=3001), "codes", "codes"),
@@ -134,7 +135,8 @@ def test_forced():
         assert choose(many(FP8)).backend == choose(many(INT4)).backend == "decode"
     with dispatch.force("hopper"):
         assert choose(FP8).backend == "codes"
-        assert choose(INT4).backend == "widen"
+        assert choose(INT4).backend == "decode4"
+        assert choose(many(INT4)).backend == choose(replace(INT4, scales=64)).backend == "widen"
     with dispatch.force("reference"):
         assert choose(FP8).backend == choose(many(INT4)).backend == "reference"
     with dispatch.force("ampere"), pytest.raises(InputError, match="ampere cannot run 3072x100 fp8 bf"):

@@ -172,11 +172,18 @@ def choose(product: Product) -> Choice:
         if not usable:
             raise InputError(f"the backend {name} cannot run {product.key}.")
         known = [choice for choice in known if choice.backend in usable]
-    if known:
-        return known[0]
     if product.bucket > _FEW and "widen" in usable:
         usable = [way for way in usable if way not in ("decode", "decode4")]
-    return _rule_of_thumb(product, usable[0])
+    if product.activation is not None:  # in the same kernel, if there is a way: one launch less
+        guess = _rule_of_thumb(product, usable[0])
+        known = [choice for choice in [*known, guess] if _gates(product, choice)] or known
+    return known[0] if known else _rule_of_thumb(product, usable[0])
+
+
+def _gates(product: Product, choice: Choice) -> bool:
+    """Whether the kernel can end with the activation of a gated product."""
+    hoppers = choice.backend in ("codes", "decode4")
+    return hoppers and product.n % 8 == 0 and hopper.from_dict(choice.config).gates
 
 
 def _known(product: Product) -> list[Choice]:
@@ -191,16 +198,16 @@ def _known(product: Product) -> list[Choice]:
 
 def _rule_of_thumb(product: Product, way: str) -> Choice:
     processors = torch.cuda.get_device_properties(product.device).multi_processor_count
+    gated = product.activation is not None
     if way == "decode":
         clusters = torch.cuda.get_device_capability(product.device) >= (9, 0)
         of = (product.rows, product.k, product.bucket, product.codes, product.group)
         return Choice(way, asdict(quantized_decode.guess(*of, processors, clusters)))
     if way == "decode4":
-        return Choice(way, hopper.as_dict(hopper.guess4(product.rows, product.bucket, processors)))
+        of_four_bits = hopper.guess4(product.rows, product.bucket, processors, gated)
+        return Choice(way, hopper.as_dict(of_four_bits))
     if way == "codes":
-        guess = hopper.guess8(
-            product.rows, product.k, product.bucket, processors, product.activation is not None
-        )
+        guess = hopper.guess8(product.rows, product.k, product.bucket, processors, gated)
         return Choice(way, hopper.as_dict(guess))
     return Choice(way)
 
@@ -226,7 +233,7 @@ def runner(product: Product, choice: Choice | None = None) -> Run:
     choice = choice or choose(product)
     n, k, dtype, device = product.n, product.k, product.dtype, product.device
     config = hopper.from_dict(choice.config) if choice.backend in ("codes", "decode4") else None
-    if config is not None and (product.activation is None or (config.gates and n % 8 == 0)):
+    if config is not None and (product.activation is None or _gates(product, choice)):
         stored = product.stored if choice.backend == "codes" else None
         hopper_product = hopper_launch.Launches(n, k, dtype, config, device, product.activation, stored)
         if stored is None:

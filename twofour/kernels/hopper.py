@@ -104,19 +104,14 @@ class Decode8(Decode):
 
 @dataclass(frozen=True)
 class Decode4(Decode):
-    """Few tokens of 16 bits, weights of 4: a tile has 256 columns, and its tokens are copied by warps."""
+    """Few tokens of 16 bits, weights of 4."""
 
     kernel: ClassVar[str] = "decode4"
     source: ClassVar[str] = "decode4"
-    value_bytes: ClassVar[int] = 64
 
     @property
     def stage_bytes(self) -> int:
         return 64 * self.warpgroups * (self.step // 4 + self.step // 8) + 2 * self.step * self.tokens
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.warpgroups + 32 * -(-self.tokens // 16)
 
     @property
     def registers(self) -> int:
@@ -249,20 +244,32 @@ def configs4(tokens: int) -> list[Decode4]:
     """Candidates for weights of 4 bits; beyond 64 tokens they come in several tiles."""
     room = min(_room(tokens), 64)
     found = [
-        _fit_of(Decode4, room, warpgroups, split, 256, resident)
-        for resident, warpgroups, split in itertools.product((3, 2, 1), (1, 2, 4), (1, 2, 4, 8))
+        _fit_of(Decode4, room, warpgroups, split, step, resident)
+        for resident, warpgroups, split, step in itertools.product(
+            (3, 2, 1), (1, 2, 4), (1, 2, 4, 8), (256, 512)
+        )
     ]
     return [c for c in dict.fromkeys(found) if c is not None]
 
 
-def guess4(rows: int, tokens: int, processors: int = 132) -> Decode4:
-    """For a shape that was not measured: the largest blocks of which each multiprocessor has one."""
+def guess4(rows: int, tokens: int, processors: int = 132, gated: bool = False) -> Decode4:
+    """A good configuration for a shape that was not measured, after those that were (benchmarks/LOG.md).
 
-    def likeness(config: Decode4) -> tuple[bool, int, int]:
-        blocks = config.row_units(rows) * config.split
-        return blocks >= 0.7 * processors, config.warpgroups - config.split, config.stages
+    Many rows come in large blocks, which read x less often; of few rows several blocks share the columns.
+    Little memory for each block leaves room for the next kernel's first ones.
+    """
+    units = -(-rows // 64)
+    if units >= 3 * processors:
+        shape = (4 if tokens <= 16 else 2, 1)
+    else:
+        wanted = (1.5 if tokens <= 16 else 0.9) * processors
+        shape = (1, next((split for split in (1, 2, 4) if units * split >= wanted), 8))
 
-    return max(configs4(tokens), key=likeness)
+    def unlikeness(config: Decode4) -> tuple[bool, int, bool, int]:
+        own = (config.warpgroups, config.split)
+        return own[0] != shape[0], abs(own[1] - shape[1]), config.step != 512, config.stages
+
+    return min((c for c in configs4(tokens) if c.gates or not gated), key=unlikeness)
 
 
 def guess8(n: int, k: int, tokens: int, processors: int = 132, gated: bool = False) -> Decode8 | Prefill8:
@@ -410,8 +417,7 @@ def source(
         "CODES": number,
     }
     if isinstance(config, Decode):
-        constants |= {"SPLIT": config.split, "STAGES": config.stages}
-        constants |= {} if isinstance(config, Decode4) else {"STEP": config.step}
+        constants |= {"SPLIT": config.split, "STEP": config.step, "STAGES": config.stages}
     elif isinstance(config, Prefill8):
         constants |= {"CLUSTER": config.cluster, "STAGES": config.stages}
     else:

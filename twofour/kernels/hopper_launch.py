@@ -25,7 +25,7 @@ _ELEMENT = {
     torch.int8: 0,
     torch.float8_e4m3fn: 0,
 }  # CUtensorMapDataType
-_SWIZZLE_64, _SWIZZLE_128 = 2, 3
+_SWIZZLE_32, _SWIZZLE_64, _SWIZZLE_128 = 1, 2, 3
 _KEPT_LAUNCHES = 4096  # of one shape: more than any model has layers, few enough to forget a lost model's
 
 
@@ -125,33 +125,30 @@ class _Launch:
         self.memory = ctypes.create_string_buffer(4 * 128)
         maps = -(-ctypes.addressof(self.memory) // 128) * 128
         four_bit = isinstance(config, Decode4)
-        if four_bit:
-            _describe_rows(
-                maps, torch.uint8, values, n, k // 4, k // 4, config.value_bytes, rows, 0, of.gated
-            )
+        if four_bit:  # pieces of 16 bytes change places as cuda/decode4_sm90.cu says
+            element, columns, box = torch.uint8, k // 4, config.step // 4
+            wide = config.step == 512
+            swizzle, of_positions = (_SWIZZLE_128, _SWIZZLE_64) if wide else (_SWIZZLE_64, _SWIZZLE_32)
         else:
-            swizzle = _SWIZZLE_64 if config.value_bytes == 64 else _SWIZZLE_128
-            box, pitch = config.value_bytes // dtype.itemsize, k // 2 * dtype.itemsize
-            _describe_rows(maps, dtype, values, n, k // 2, pitch, box, rows, swizzle, of.gated)
-        _describe_rows(
-            maps + 128, torch.uint8, meta, n, k // 8, k // 8, config.position_bytes, rows, 0, of.gated
-        )
-        self.pointers = (ctypes.c_uint64 * 5)()  # y, bias, scales of rows and of tokens, x
+            element, columns, box = dtype, k // 2, config.value_bytes // dtype.itemsize
+            swizzle, of_positions = _SWIZZLE_64 if config.value_bytes == 64 else _SWIZZLE_128, 0
+        pitch = columns * element.itemsize
+        _describe_rows(maps, element, values, n, columns, pitch, box, rows, swizzle, of.gated)
+        places, box = maps + 128, config.position_bytes
+        _describe_rows(places, torch.uint8, meta, n, k // 8, k // 8, box, rows, of_positions, of.gated)
+        self.pointers = (ctypes.c_uint64 * 4)()  # y, bias, scales of rows and of tokens
         self.config, self.room, self.resident = config, config.tokens, of.resident
         self.row_units = config.row_units(2 * n if of.gated else n)
-        # n, tokens, steps, units of rows, tiles of tokens, units of rows that share the cache
+        # n, tokens, steps, units of rows, tiles of tokens, units of rows that share the cache, k
         self.numbers = (ctypes.c_int * 7)(n, 0, -(-k // config.step), self.row_units, 1, config.grouped, k)
         at, number = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
-        x, last = (at + 32, number + 24) if four_bit else (maps + 256, at + 24)
-        where = [maps, maps + 128, x, at, at + 8, *range(number, number + 24, 4), at + 16, last]
+        last = number + 24 if four_bit else at + 24  # k in the place of the tokens' scales
+        where = [maps, maps + 128, maps + 256, at, at + 8, *range(number, number + 24, 4), at + 16, last]
         self.arguments = (ctypes.c_void_p * len(where))(*where)
-        self.describe_x = self._point_at_x if four_bit else _x_describer(maps + 256, dtype, k, config.x_box)
+        self.describe_x = _x_describer(maps + 256, dtype, k, config.x_box)
         self.run = nvrtc.launcher(
             of.function, of.threads, config.shared_bytes, self.arguments, early=of.early
         )
-
-    def _point_at_x(self, x: int, tokens: int) -> None:
-        self.pointers[4] = x
 
     def __call__(
         self, x: int, tokens: int, out: int, bias: int, row_scale: int, token_scale: int, stream: int

@@ -7,27 +7,29 @@
 // * Codes become 16-bit numbers in registers, exactly, and wgmma takes its sparse operand A from there; x it reads from
 //   shared memory once for 64 rows. A scale never touches a weight (that would round): it multiplies the sum of the
 //   products of its 128 columns, in float32, on the way to the total.
-// * Of the 16 chunks of 8 columns that a group has, a product takes four, and with q = lane % 4 a lane gives it the half
-//   q%2 of its chunks q/2 and q/2 + 2. The sum does not mind which chunks meet in a product, so they are picked such that
-//   a lane finds its codes in 16 bytes side by side: with a chunk's number in W as bits (half, h, e, i), lanes with
-//   q/2 = 0 have the chunks of half 0, the others those of half 1, and product 2i + h takes chunk (half, h, e, i) in its
-//   place 2e + half. x is put down in this order: its number is (i, h, e, half), that is, two bits change places.
-//   Of positions a lane wants the bytes 2q and 2q + 1 of either half then.
+// * A word has the codes of 16 columns, and with q = lane % 4 a lane wants byte q of every word of its two rows: its group
+//   of four columns. So all lanes of a quad read the same words, many at a time.
 // * Two sets of registers take turns: while the products of one group run, the next one's numbers are made.
 //
-// Compiled per configuration: TOKENS (8…64, more are several tiles), WARPGROUPS, SPLIT, STAGES, GATED and FP16 or bf16; sm90.cuh,
-// few_sm90.cuh and numbers.cuh come first, WGMMA(…) is generated. Any n, any k that is a multiple of 128.
-// Columns beyond k are zeros; tokens beyond the last are whatever was in memory: they only reach outputs that
-// are not written.
+// Compiled per configuration: TOKENS (8…64, more are several tiles), WARPGROUPS, SPLIT, STEP (256 or 512), STAGES, GATED and
+// FP16 or bf16; sm90.cuh, few_sm90.cuh and numbers.cuh come first, WGMMA(…) is generated. Any n, any k that is a multiple of
+// 128. What lies beyond the edges of W and x is filled with zeros by the copy engine.
 
-constexpr int STEP = 256;                          // columns of a tile, two groups
-constexpr int X_WARPS = (TOKENS + 15) / 16;        // that copy; the first of them also has the copy engine
+constexpr int GROUPS = STEP / 128;                     // of a tile
 constexpr int A_PITCH = STEP / 4, E_PITCH = STEP / 8;  // bytes of a row: codes, positions
-constexpr int B_BOX = TOKENS * 128;                // 64 columns of x
+constexpr int B_BOX = TOKENS * 128;                    // 64 columns of x
 constexpr int B_BYTES = B_BOX * (STEP / 64);
 constexpr int A_BYTES = ROWS * A_PITCH, E_BYTES = ROWS * E_PITCH;
 constexpr int STAGE_BYTES = B_BYTES + A_BYTES + E_BYTES;
-constexpr int COMING = STAGES < 6 ? STAGES - 1 : 5;    // tiles of x that are asked for before the first must be there
+
+// Where the copy engine puts a 16-byte piece of a row, of codes and of positions, so that the rows which are read together
+// lie in different banks (8 rows further it is the same).
+__device__ __forceinline__ int a_piece(int row, int piece) {
+  return STEP == 512 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3);
+}
+__device__ __forceinline__ int e_piece(int row, int piece) {
+  return STEP == 512 ? piece ^ (row >> 1 & 3) : piece ^ (row >> 2 & 1);
+}
 
 struct Group {  // what the products of a group read while they run
   u32 weights[4][4], places[2];
@@ -44,10 +46,10 @@ __device__ __forceinline__ void hold(float (&sum)[ACCUMULATORS]) {
   for (int j = 0; j < ACCUMULATORS; ++j) HOLD(sum[j]);
 }
 
-extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(CONSUMERS + 32 * X_WARPS, 1)
-decode4(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions, const u8* __restrict__ x,
-        u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens, int steps, int blocks, int tiles,
-        int grouped, const u16* __restrict__ scale, int k) {
+extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
+decode4(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
+        const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
+        int steps, int blocks, int tiles, int grouped, const u16* __restrict__ scale, int k) {
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which address each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
@@ -61,8 +63,9 @@ decode4(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   if (threadIdx.x == CONSUMERS) {
     prefetch_map(&values);
     prefetch_map(&positions);
+    prefetch_map(&x);
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(shared_address(&full[s]), 1 + 32 * X_WARPS);
+      barrier_init(shared_address(&full[s]), 1);
       barrier_init(shared_address(&empty[s]), WARPGROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -72,59 +75,35 @@ decode4(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   __syncthreads();
   if (SPLIT > 1) cluster_arrive();
 
-  if (warp >= 4 * WARPGROUPS) {  // the copying warps
-    const int copier = threadIdx.x - CONSUMERS;
-    u64 once;  // weights pass through the cache once
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
-    auto copy_weights = [&](int i) {
-      if (copier) return;
-      const int step = place.first + i;
-      const u32 barrier = shared_address(&full[i % STAGES]), tile = shared_address(shared) + i % STAGES * STAGE_BYTES;
-      barrier_expect(barrier, A_BYTES + E_BYTES);
-      copy_rows(tile + B_BYTES, &values, step * A_PITCH, place.block, barrier, once);
-      copy_rows(tile + B_BYTES + A_BYTES, &positions, step * E_PITCH, place.block, barrier, once);
-    };
-    // A lane has one chunk of 8 columns: the same of every X_WARPS-th token.
-    const int from = (lane & ~9) | (lane & 1) << 3 | (lane >> 3 & 1);
-    const u8* here = x + ((u64)place.first_token * k + place.first * STEP + 8 * from) * 2;
-    const int tokens_here = min(TOKENS, tokens - place.first_token);
-    auto copy_x = [&](int i) {
-      const int column = (place.first + i) * STEP + 8 * from;
-      const int there = column < k ? 16 : 0;  // the rest of the 16 bytes is zeros
-      const u8* source = there ? here + (u64)i * (2 * STEP) : x;
-      const u32 tile = shared_address(shared) + i % STAGES * STAGE_BYTES + lane / 8 * B_BOX;
+  if (warp == 4 * WARPGROUPS) {  // the copying warp
+    if (lane == 0) {
+      u64 once, often;  // weights pass through the cache once; x is wanted again by every block
+      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
+      asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(often));
+      auto copy_weights = [&](int i) {
+        const int step = place.first + i;
+        const u32 barrier = shared_address(&full[i % STAGES]), tile = shared_address(shared) + i % STAGES * STAGE_BYTES;
+        barrier_expect(barrier, STAGE_BYTES);
+        copy_rows(tile + B_BYTES, &values, step * A_PITCH, place.block, barrier, once);
+        copy_rows(tile + B_BYTES + A_BYTES, &positions, step * E_PITCH, place.block, barrier, once);
+      };
+      auto copy_x = [&](int i) {
+        const int column = (place.first + i) * STEP;
+        const u32 barrier = shared_address(&full[i % STAGES]), tile = shared_address(shared) + i % STAGES * STAGE_BYTES;
 #pragma unroll
-      for (int j = 0; j < TOKENS / X_WARPS; ++j) {
-        const int token = j * X_WARPS + copier / 32;
-        if (token < tokens_here)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(tile + token * 128 + ((lane ^ token) & 7) * 16),
-                       "l"(source + (u64)(u32)token * (u32)(there ? 2 * k : 0)), "r"(there)
-                       : "memory");
-      }
-      asm volatile("cp.async.commit_group;" ::: "memory");
-    };
-    // What was not copied by the copy engine must be made known to wgmma, which reads by the same way as that one does,
-    // when it has arrived; and before that some more is asked for.
-    auto arrived = [&](int i) {
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      barrier_arrive(shared_address(&full[i % STAGES]));
-    };
-    const int ahead = min(STAGES, count);
-    for (int i = 0; i < ahead; ++i) copy_weights(i);
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the work of the kernel before
-    for (int i = 0; i < count; ++i) {
-      if (i >= STAGES) {
+        for (int j = 0; j < STEP / 64; ++j)
+          copy_tile(tile + j * B_BOX, &x, column + 64 * j, place.first_token, barrier, often);
+      };
+      const int ahead = min(STAGES, count);
+      for (int i = 0; i < ahead; ++i) copy_weights(i);
+      asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the work of the kernel before
+      for (int i = 0; i < ahead; ++i) copy_x(i);
+      for (int i = ahead; i < count; ++i) {
         barrier_wait(shared_address(&empty[i % STAGES]), (i / STAGES + 1) & 1);
         copy_weights(i);
-      }
-      copy_x(i);
-      if (i >= COMING) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(COMING) : "memory");
-        arrived(i - COMING);
+        copy_x(i);
       }
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    for (int i = max(0, count - COMING); i < count; ++i) arrived(i);
     if (SPLIT > 1) {  // the cluster's barriers count every thread
       __syncwarp();
       cluster_wait();
@@ -133,53 +112,53 @@ decode4(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     return;
   }
 
-  const int row = 64 * (warp / 4) + 16 * (warp % 4) + lane / 4;  // this thread's rows of the block: this one and the 8th after
-  const u32 odd = lane % 2;
-  // Scales of both rows, of the two groups of a step. Rows beyond the last have those of the last.
+  const int row = 64 * (warp / 4) + 16 * (warp % 4) + lane / 4;  // this thread's rows: this one and the 8th after
+  const u32 own = lane % 4;
+  // Scales of both rows, of the groups of a step. Rows beyond the last have those of the last.
 #if GATED
-  const int last = n - 1, at = min(place.block * (ROWS / 2) + 32 * (warp / 4) + 8 * (warp % 4) + lane / 4, last);
+  const int at = min(place.block * (ROWS / 2) + 32 * (warp / 4) + 8 * (warp % 4) + lane / 4, n - 1);
   const int rows[2] = {at, n + at};
 #else
   const int at = place.block * ROWS + row;
   const int rows[2] = {min(at, n - 1), min(at + 8, n - 1)};
 #endif
   const int groups = k / 128;
-  const u16* up = scale + (u64)(u32)rows[0] * groups + 2 * place.first;
-  const u16* low = scale + (u64)(u32)rows[1] * groups + 2 * place.first;
-  u16 coming[2][2];
-  auto load_scales = [&](bool both) {  // the second group may be beyond the last
-    coming[0][0] = __ldg(up);
-    coming[0][1] = __ldg(low);
-    coming[1][0] = __ldg(up + both);
-    coming[1][1] = __ldg(low + both);
-    up += 2, low += 2;
+  const u16* up = scale + (u64)(u32)rows[0] * groups + GROUPS * place.first;
+  const u16* low = scale + (u64)(u32)rows[1] * groups + GROUPS * place.first;
+  u16 coming[GROUPS][2];
+  auto load_scales = [&](int last) {  // groups of a tile may be beyond the last one
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+      coming[g][0] = __ldg(up + min(g, last));
+      coming[g][1] = __ldg(low + min(g, last));
+    }
+    up += GROUPS, low += GROUPS;
   };
 
-  float sum[ACCUMULATORS], part_0[ACCUMULATORS], part_1[ACCUMULATORS], scales_0[2] = {}, scales_1[2] = {};
+  float sum[ACCUMULATORS], part_0[ACCUMULATORS], part_1[ACCUMULATORS];
   Group group_0 = {}, group_1 = {};
 #pragma unroll
   for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = part_0[j] = part_1[j] = 0.f;
 
   // Start the products of group g of a tile.
   auto start = [&](const char* tile, int g, Group& mine, float(&to)[ACCUMULATORS]) {
-    const char* codes = tile + B_BYTES + row * A_PITCH + 32 * g + lane / 2 % 2 * 16;
-    const uint4 up_codes = *(const uint4*)codes, low_codes = *(const uint4*)(codes + 8 * A_PITCH);
-    const char* e = tile + B_BYTES + A_BYTES + row * E_PITCH + 16 * g + 2 * (lane % 4);
-    const u32 up_places = *(const u16*)e | (u32) * (const u16*)(e + 8) << 16;
-    const u32 low_places = *(const u16*)(e + 8 * E_PITCH) | (u32) * (const u16*)(e + 8 * E_PITCH + 8) << 16;
-    const u32 up_words[4] = {up_codes.x, up_codes.y, up_codes.z, up_codes.w};
-    const u32 low_words[4] = {low_codes.x, low_codes.y, low_codes.z, low_codes.w};
+    const char* codes = tile + B_BYTES + row * A_PITCH;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      mine.places[i] = __byte_perm(up_places, low_places, i ? 0x7531 : 0x6420);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        u32* weights = mine.weights[2 * i + h];
-        weights[0] = four_bit_numbers(up_words[2 * h], i, odd);
-        weights[1] = four_bit_numbers(low_words[2 * h], i, odd);
-        weights[2] = four_bit_numbers(up_words[2 * h + 1], i, odd);
-        weights[3] = four_bit_numbers(low_words[2 * h + 1], i, odd);
-      }
+    for (int half = 0; half < 2; ++half) {  // 64 columns: 16 bytes of codes, two products
+      const char* here = codes + 16 * a_piece(row, 2 * g + half);
+      const uint4 above = *(const uint4*)here, below = *(const uint4*)(here + 8 * A_PITCH);
+      u32(&first)[4] = mine.weights[2 * half], (&second)[4] = mine.weights[2 * half + 1];
+      first[0] = four_bit_numbers(above.x, own);
+      first[1] = four_bit_numbers(below.x, own);
+      first[2] = four_bit_numbers(above.y, own);
+      first[3] = four_bit_numbers(below.y, own);
+      second[0] = four_bit_numbers(above.z, own);
+      second[1] = four_bit_numbers(below.z, own);
+      second[2] = four_bit_numbers(above.w, own);
+      second[3] = four_bit_numbers(below.w, own);
+      // A word of positions serves both products, lanes 0 and 1 of a quad the first, 2 and 3 the second: see decode_sm90.cu.
+      const char* e = tile + B_BYTES + A_BYTES + row * E_PITCH + 16 * e_piece(row, g) + 8 * half + 2 * own;
+      mine.places[half] = *(const u16*)e | (u32) * (const u16*)(e + 8 * E_PITCH) << 16;
     }
     const u32 b = low_word(shared_address(tile)) + 2 * g * (B_BOX >> 4);
     mine.hold();
@@ -196,27 +175,35 @@ decode4(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = fmaf(part[j], scales[j % 4 / 2], sum[j]);
   };
 
-  if (count) load_scales(2 * place.first + 1 < groups);
+  if (count) load_scales(groups - 1 - GROUPS * place.first);
   for (int i = 0; i < count; ++i) {
+    float scales[GROUPS][2];
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+      scales[g][0] = from_16_bit(coming[g][0]);
+      scales[g][1] = from_16_bit(coming[g][1]);
+    }
+    if (i + 1 < count) load_scales(groups - 1 - GROUPS * (place.first + i + 1));
     barrier_wait(shared_address(&full[i % STAGES]), (i / STAGES) & 1);
     const char* tile = shared + i % STAGES * STAGE_BYTES;
     start(tile, 0, group_0, part_0);
-    start(tile, 1, group_1, part_1);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      scales_0[r] = from_16_bit(coming[0][r]);
-      scales_1[r] = from_16_bit(coming[1][r]);
+    for (int g = 1; g <= GROUPS; ++g) {  // the next one's numbers are made, then the one before is added
+      if (g == GROUPS) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      else if (g % 2) start(tile, g, group_1, part_1);
+      else start(tile, g, group_0, part_0);
+      if (g < GROUPS) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      if (g % 2) {
+        group_0.hold();
+        hold(part_0);
+        add(part_0, scales[g - 1]);
+      } else {
+        group_1.hold();
+        hold(part_1);
+        add(part_1, scales[g - 1]);
+      }
     }
-    if (i + 1 < count) load_scales(2 * (place.first + i + 1) + 1 < groups);
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-    group_0.hold();
-    hold(part_0);
-    add(part_0, scales_0);
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    group_1.hold();
-    hold(part_1);
     if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(&empty[i % STAGES]));
-    add(part_1, scales_1);
   }
 
   finish(sum, gathered, place, y, bias, n, tokens, nullptr, nullptr);

@@ -99,7 +99,7 @@ __device__ __forceinline__ void load_words(u32 (&to)[WORDS], const char* from) {
 // which a power of two makes good.
 __device__ __forceinline__ u32 numbers(u32 word, int upper, u32 odd) {
 #if CODES == 4
-  return four_bit_numbers(word, upper, odd);
+  return four_bit_numbers(word, 2 * upper + odd);
 #elif CODES == 8
 #if FP16
   return two(__byte_perm(word, 0x64646464, 0x0202 * odd + 0x4140) ^ 0x00800080, 0x3C003C00, 0xE480E480);
