@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from twofour.cli.main import app
+from twofour.kernels.dispatch_codes import WAYS
 
 VERBS = [command.name for command in app.registered_commands]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -105,6 +106,7 @@ def test_doctor(twofour):
     backends = {b["name"]: b for b in ran.json["backends"]}
     assert backends["reference"]["runs"] is True
     assert all(b["why"] for b in backends.values())
+    assert {name.split()[0] for name in backends} >= {"hopper", "ampere", "cusparselt", *WAYS}
     assert "reference" in twofour("doctor").out
 
 

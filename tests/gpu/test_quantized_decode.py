@@ -23,10 +23,14 @@ ROOMS = (8, 16, 32, 64)
 
 
 def candidates(tokens, codes, group, dtype=torch.bfloat16):
-    """All, but where only a constant of the source is another every second one: compiling takes long."""
+    """All for one kind of weight, of the others some: compiling takes long.
+
+    Every seventh, because neighbours differ in step and split, of which there are two and three: every sixth
+    would always have the same.
+    """
     clusters = torch.cuda.get_device_capability() >= (9, 0)
     every = quantized_decode.configs(tokens, codes, group, clusters)
-    return every if dtype == torch.bfloat16 and group in (None, 128) else every[::2]
+    return every if (codes, group, dtype) == ("int4", 128, torch.bfloat16) else every[::7]
 
 
 @pytest.fixture(autouse=True)

@@ -97,17 +97,31 @@ def test_what_was_measured_goes_first():
 def test_every_shipped_choice_can_be_run():
     table = {key: choices for key, choices in tuning._shipped(0).items() if len(key.split()) == 4}
     assert len(table) >= 120
-    for key, ((choice,)) in table.items():
+    for key, choice in ((key, choice) for key, choices in table.items() for choice in choices):
         _, kind, dtype, bucket = key.split()
         assert dtype == "bfloat16"
         if choice["backend"] == "codes":
-            config = hopper.from_dict(choice["config"])
             assert kind in ("fp8", "int8")
-            assert config in hopper.configs8(int(bucket))
+            assert hopper.from_dict(choice["config"]) in hopper.configs8(int(bucket))
+        elif choice["backend"] == "decode4":
+            assert kind == "int4128"
+            assert hopper.from_dict(choice["config"]) in hopper.configs4(int(bucket))
         else:
             codes, group = ("int4", 128) if kind == "int4128" else (kind.removesuffix("-weight"), None)
             wanted = quantized_decode.configs(int(bucket), codes, group, clusters=True)
             assert quantized_decode.Config(**choice["config"]) in wanted
+
+
+def test_a_gated_product_prefers_a_kernel_that_gates():
+    """Also where another way was measured to be faster for the product alone."""
+    shipped = replace(INT4, n=28672, k=4096, scales=32, bucket=8)
+    assert choose(shipped).backend == "decode"
+    gated = choose(replace(shipped, n=14336, activation="silu"))
+    assert gated.backend == "decode4"
+    assert hopper.from_dict(gated.config).gates
+    unknown = choose(replace(INT4, n=1024, activation="silu"))
+    assert unknown.backend == "decode4"
+    assert hopper.from_dict(unknown.config).gates
 
 
 @pytest.mark.parametrize("n", [1536, 1001])

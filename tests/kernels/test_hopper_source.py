@@ -1,4 +1,7 @@
-"""What can be known of the Hopper kernel without a GPU: it compiles, its indices are the instruction's."""
+"""What can be known of the Hopper kernels without a GPU: they compile, positions are where wgmma reads them.
+
+test_codes_source.py and test_decode4_source.py have what only concerns codes of 8 and of 4 bits.
+"""
 
 import re
 import shutil
@@ -17,18 +20,21 @@ nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here
 @nvcc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("config", "activation"),
+    ("config", "activation", "codes"),
     [
-        (hopper.guess(4096, 4096, 8), None),
-        (hopper.guess(14336, 4096, 64, gated=True), "silu"),
-        (hopper.Prefill(256), None),
-        (hopper.Prefill(256), "gelu"),
-        (hopper.Prefill(192, 3, 2), "silu"),
-        (hopper.Prefill(128, 4, 2), "gelu_tanh"),
+        (hopper.guess(4096, 4096, 8), None, None),
+        (hopper.guess(14336, 4096, 64, gated=True), "silu", None),
+        (hopper.guess8(4096, 4096, 8), None, torch.float8_e4m3fn),
+        (hopper.guess8(28672, 4096, 64, gated=True), "silu", torch.int8),
+        (hopper.Prefill(256), None, None),
+        (hopper.Prefill(256), "gelu", None),
+        (hopper.Prefill(192, 3, 2), "silu", None),
+        (hopper.Prefill(128, 4, 2), "gelu_tanh", None),
     ],
 )
-def test_compiles_without_spills_or_serialised_products(config, activation, dtype, tmp_path):
-    (tmp_path / "kernel.cu").write_text(hopper.source(config, dtype, activation))
+def test_compiles_without_spills_or_serialised_products(config, activation, codes, dtype, tmp_path):
+    source = hopper.source(config, dtype, activation, codes)
+    (tmp_path / "kernel.cu").write_text(source)
     command = [
         "nvcc",
         "-gencode=arch=compute_90a,code=sm_90a",
@@ -42,7 +48,7 @@ def test_compiles_without_spills_or_serialised_products(config, activation, dtyp
     assert ran.returncode == 0, ran.stderr
     assert re.search(r"C75\d\d", ran.stderr) is None  # ptxas' warnings that wgmma is serialised
     assert "0 bytes spill stores, 0 bytes spill loads" in ran.stderr
-    assert f"m64n{config.tokens}k32" in hopper.source(config, dtype)
+    assert f"m64n{config.tokens}k{64 if codes else 32}" in source
 
 
 def test_every_candidate_fits_the_multiprocessor():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from twofour.kernels import quantized_decode
+from twofour.kernels.nvrtc import cuda_text
 
 nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
 TOKENS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 1000)
@@ -122,14 +123,20 @@ def two(a: torch.Tensor, b: int, c: torch.Tensor | int, dtype: torch.dtype) -> t
     return bits[..., 0] | bits[..., 1] << 16
 
 
-def numbers(word: torch.Tensor, upper: int, odd: torch.Tensor, codes: str, dtype: torch.dtype):
+def four_bit_numbers(word: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.float16:
+        twice = byte_perm(word, 0, 0x0101 * byte)
+        return two((twice & 0x00F0000F) ^ 0x64806408, 0x2C003C00, 0xD480E408, dtype)
+    apart = byte_perm(word, 0, 0x4440 + byte) * 0x1001 & 0xFFFFFFFF
+    return two((apart & 0x000F000F) ^ 0x43084308, 0x3F803F80, 0xC308C308, dtype)
+
+
+def numbers(
+    word: torch.Tensor, upper: int, odd: torch.Tensor, codes: str, dtype: torch.dtype
+) -> torch.Tensor:
     fp16 = dtype == torch.float16
     if codes == "int4":
-        if fp16:
-            twice = byte_perm(word, 0, 0x0101 * odd + (0x0202 if upper else 0))
-            return two((twice & 0x00F0000F) ^ 0x64806408, 0x2C003C00, 0xD480E408, dtype)
-        apart = byte_perm(word, word >> 4, 0x0101 * odd + (0x0602 if upper else 0x0400))
-        return two((apart & 0x000F000F) ^ 0x43084308, 0x3F803F80, 0xC308C308, dtype)
+        return four_bit_numbers(word, 2 * upper + odd, dtype)
     if codes == "int8":
         if fp16:
             apart = byte_perm(word, 0x64646464, 0x0202 * odd + 0x4140)
@@ -171,10 +178,19 @@ def test_every_code_becomes_its_number(codes, dtype):
 
 def test_the_constants_are_those_of_the_source():
     """The emulation above proves something only while it is what the source says."""
-    text = quantized_decode.cuda_text("quantized_decode_sm80.cu")
+
+    def constants(text: str) -> list[str]:
+        return re.findall(r"0x([0-9A-F]+)", re.sub("//.*", "", text))
+
+    # 6A and EA are the truth tables of (a & b) ^ c and (a & b) | c.
+    assert (0xF0 & 0xCC) ^ 0xAA == 0x6A
+    assert (0xF0 & 0xCC) | 0xAA == 0xEA
+    expected = """6A EA 0101 00F0000F 64806408 2C003C00 D480E408
+        1001 4440 000F000F 43084308 3F803F80 C308C308"""
+    assert constants(cuda_text("numbers.cuh")) == expected.split()
+    text = cuda_text("quantized_decode_sm80.cu")
     body = text[text.index("u32 numbers(") : text.index("int a_piece(")]
-    expected = """0101 0202 00F0000F 64806408 2C003C00 D480E408
-        0101 0602 0400 000F000F 43084308 3F803F80 C308C308
-        64646464 0202 4140 00800080 3C003C00 E480E480 43434343 0202 4140 FF80FF80 BF80BF80 FF7FFF7F
+    assert "return four_bit_numbers(word, 2 * upper + odd);" in body
+    expected = """64646464 0202 4140 00800080 3C003C00 E480E480 43434343 0202 4140 FF80FF80 BF80BF80 FF7FFF7F
         2020 1404 80008000 3F803F80 5C005C00 80008000 07F007F0 7B807B80 80008000"""
-    assert re.findall(r"0x([0-9A-F]+)", body) == expected.split()
+    assert constants(body) == expected.split()

@@ -6,8 +6,8 @@
                  fp8 for that, so its error is larger there
     dense int4   torch.ops.aten._weight_int4pack_mm, at up to 512 tokens
     twofour      ours, in the way that was measured fastest for the number of tokens
-    decode       ours by that kernel alone, at up to 256 tokens (kernels/dispatch_codes.py)
-    codes     ours by that kernel alone, for schemes that round activations; for the others: widen
+    ampere       ours by the kernels for any GPU, at up to 256 tokens (kernels/dispatch_codes.py)
+    hopper       ours by those for Hopper alone
     twofour fp8  beside int8: the same layer in fp8
     cusparselt   tokens rounded by our kernel, then cuSPARSELt by the algorithm that it finds itself. Nothing
                  multiplies by the scales, so its time errs in its favour and its error is not known
@@ -53,9 +53,8 @@ def quantized_contenders(scheme: Scheme, device: torch.device) -> dict[str, Cont
     else:
         found["dense fp8"] = Contender(_dense_fp8, lambda rows, columns, _: rows * columns, 0.5)
         found["cusparselt"] = Contender(_cusparselt, ours, 0.25, scaled=False)
-    found["decode"] = Contender(_forced(scheme, "ampere"), ours, 0.5, 256)
-    many = "codes" if scheme.rounds_activations else "widen"
-    found[many] = Contender(_forced(scheme, "hopper"), ours, work)
+    found["ampere"] = Contender(_forced(scheme, "ampere"), ours, 0.5, 256)
+    found["hopper"] = Contender(_forced(scheme, "hopper"), ours, work)
     if scheme.name == "int8":
         found["twofour fp8"] = Contender(_twofour_fp8, ours, work)
     return found

@@ -38,12 +38,15 @@ ROUNDED_TOLERANCE = 0.005
 
 SAMPLED_FEATURES = 128
 
+#: Copies of a weight at most. Small ones would need thousands to be past the L2, and minutes to be captured.
+MOST_COPIES = 256
+
 #: Whether an output [tokens, n] of a choice is exact enough.
 IsRight = Callable[[Choice, Tensor], bool]
 
 
 class ToTune(ABC):
-    """Random 2:4 weights of one shape, enough copies to be past the L2; empty until they are made."""
+    """Random 2:4 weights of one shape, copies to be past the L2 (as far as MOST_COPIES); empty until made."""
 
     scheme: Scheme | None = None
     may_be_dense = True  # a layer may keep its dense weight, so tables say where that is the fastest
@@ -100,7 +103,7 @@ class WeightsToTune(ToTune):
 
     def make(self) -> None:
         self.compressed = cusparselt.why_not(self.device, self.dtype, self.n, self.k) is None
-        for _ in range(copies_past_l2(packed_bytes(self.n, self.k, self.dtype), self.device)):
+        for _ in range(_copies(packed_bytes(self.n, self.k, self.dtype), self.device)):
             weight = torch.randn(self.n, self.k, device=self.device, dtype=self.dtype) / self.k**0.5
             weight = weight.where(keep_best(weight.abs()), 0)
             packed = pack(weight)
@@ -152,7 +155,7 @@ class CodesToTune(ToTune):
     def make(self) -> None:
         random = torch.Generator(self.device).manual_seed(0)
         first = random_codes(self.n, self.k, self.scheme, self.dtype, random)
-        copies = copies_past_l2(first.nbytes, self.device)
+        copies = _copies(first.nbytes, self.device)
         self.packed = [first, *(in_other_order(first, random) for _ in range(copies - 1))]
         self.tensors = [(p.values, p.meta, p.scale, None) for p in self.packed]
         self.dense = [p.unpack() for p in self.packed]
@@ -189,6 +192,10 @@ class CodesToTune(ToTune):
             return of_sixteen_bits(choice, y)
 
         return is_right
+
+
+def _copies(weight_bytes: int, device: torch.device) -> int:
+    return min(copies_past_l2(weight_bytes, device), MOST_COPIES)
 
 
 def _error(y: Tensor, exact: Tensor) -> float:

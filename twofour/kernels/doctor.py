@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from twofour.kernels import ampere, cusparselt, dispatch_codes, hopper
+from twofour.packed import FOUR_BIT
 
 _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "numpy", "triton", "gguf")
 
@@ -42,23 +43,26 @@ def examine() -> dict[str, Any]:
                 None,
                 "plain PyTorch on any device: unpacks, then multiplies. Saves memory, not time",
             ),
-            *(_backend(f"{way} (8 and 4 bits)", _for_codes(way), what) for way, what in _OF_CODES.items()),
+            *(_backend(f"{way} ({bits})", _for_codes(way), what) for way, (bits, what) in _OF_CODES.items()),
         ],
     }
 
 
-#: The ways of dispatch_codes.py.
+#: The ways of dispatch_codes.py, for which weights each is, and what it is.
 _OF_CODES = {
-    "codes": "own kernels for Hopper, 8-bit weights times 8-bit tokens",
-    "decode": "own kernel for few tokens in 16 bits on any GPU from sm_80 on",
-    "widen": "weights become 16 bits for the kernels above, for many tokens",
+    "codes": ("8 bits", "own kernels for Hopper, 8-bit weights times 8-bit tokens"),
+    "decode4": ("4 bits", "own kernel for Hopper, few tokens in 16 bits, a scale for 128 columns"),
+    "decode": ("8 and 4 bits", "own kernel for few tokens in 16 bits on any GPU from sm_80 on"),
+    "widen": ("8 and 4 bits", "weights become 16 bits for the kernels above, for many tokens"),
 }
 
 
 def _for_codes(way: str) -> str | None:
+    """Why a way cannot run an ordinary layer of the weights that it is for on the first GPU."""
     if not torch.cuda.is_available():
         return "it needs a CUDA device"
-    product = dispatch_codes.Product(4096, 4096, 16, torch.bfloat16, 0, torch.int8, 1, rounds=True)
+    stored, scales, rounds = (FOUR_BIT, 4096 // 128, False) if way == "decode4" else (torch.int8, 1, True)
+    product = dispatch_codes.Product(4096, 4096, 16, torch.bfloat16, 0, stored, scales, rounds)
     return dispatch_codes.why_not(way, product)
 
 

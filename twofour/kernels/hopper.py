@@ -101,6 +101,10 @@ class Decode8(Decode):
     def stage_bytes(self) -> int:
         return 64 * self.warpgroups * (self.step // 2 + self.step // 8) + self.step * self.tokens
 
+    @property
+    def shared_bytes(self) -> int:
+        return super().shared_bytes + 4 * self.tokens  # their scales
+
 
 @dataclass(frozen=True)
 class Decode4(Decode):
@@ -179,7 +183,8 @@ class Prefill8(Prefill):
 
     @property
     def stages(self) -> int:
-        return min((_SHARED_BYTES - 1024 - _BARRIERS - 4096 * self.warpgroups) // self.stage_bytes, 10)
+        beside = 1024 + _BARRIERS + (4096 + 4 * self.tokens) * self.warpgroups  # sums, and scales of tokens
+        return min((_SHARED_BYTES - beside) // self.stage_bytes, 10)
 
     @property
     def stage_bytes(self) -> int:

@@ -39,7 +39,8 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which address each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
-  Sum* gathered = (Sum*)(shared + STAGES * STAGE_BYTES);  // [SPLIT][SHARE][CONSUMERS]
+  Sum* gathered = (Sum*)(shared + STAGES * STAGE_BYTES);                           // [SPLIT][SHARE][CONSUMERS]
+  float* token_scales = (float*)(gathered + (SPLIT > 1 ? ROWS * TOKENS : 0));  // [TOKENS], with CODES
   __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
 
   const int warp = threadIdx.x / 32;
@@ -102,6 +103,9 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
     return;
   }
 
+#if CODES
+  fetch_scales(token_scales, token_scale + first_token, tokens - first_token);
+#endif
   const int group = warp / 4, lane = threadIdx.x % 32;
   // This thread's rows of a 64-row tile, in the accumulators and in the positions alike: `row` and `row` + 8.
   const int row = 64 * group + 16 * (warp % 4) + lane / 4;
@@ -167,5 +171,5 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
 #pragma unroll
   for (int j = 0; j < PLACES; ++j) asm volatile("" : "+r"(even[j]), "+r"(odd[j])::"memory");
 
-  finish(sum, gathered, place, y, bias, n, tokens, row_scale, token_scale);
+  finish(sum, gathered, place, y, bias, n, tokens, row_scale, token_scales);
 }

@@ -30,11 +30,20 @@ __device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int x, i
 #endif
 }
 
+#if CODES
+// Called by every thread that multiplies, at its beginning: the scales of the block's tokens, which the kernel before has
+// made, into shared memory. `finish` waits for all of them.
+__device__ __forceinline__ void fetch_scales(float* token_scales, const float* from, int count) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  for (int i = threadIdx.x; i < TOKENS; i += CONSUMERS) token_scales[i] = i < count ? load_fresh(from + i) : 1.f;
+}
+#endif
+
 // Called by every thread that multiplies: add up with the other blocks of the cluster through `gathered`
 // ([SPLIT][SHARE][CONSUMERS], in shared memory), in a fixed order, then scale, add the bias, perhaps gate, and write.
 __device__ __forceinline__ void finish(Sum (&sum)[ACCUMULATORS], Sum* gathered, const Place& place,
                                        u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
-                                       const u16* __restrict__ row_scale, const float* token_scale) {
+                                       const u16* __restrict__ row_scale, const float* token_scales) {
   const int rank = place.rank, block = place.block, first_token = place.first_token;
   const int warp = threadIdx.x / 32, group = warp / 4, lane = threadIdx.x % 32;
   if (SPLIT > 1) {
@@ -60,9 +69,12 @@ __device__ __forceinline__ void finish(Sum (&sum)[ACCUMULATORS], Sum* gathered, 
     }
   }
 
+#if CODES
+  asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+#endif
   // Of accumulator j of the tile: its token, and the scale of that.
   auto token_of = [&](int j) { return first_token + 8 * (j / 4) + 2 * (lane % 4) + j % 2; };
-  auto scale_of = [&](int token) { return CODES && token < tokens ? load_fresh(token_scale + token) : 1.f; };
+  auto scale_of = [&](int token) { return CODES ? token_scales[token - first_token] : 1.f; };
 #if GATED
   static_assert(SHARE % 4 == 0, "a block finishes both sums of an output");
   const int at = block * (ROWS / 2) + 32 * group + 8 * (warp % 4) + lane / 4;

@@ -35,6 +35,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
   const u32 ring = shared_address(shared);  // of stages: x, values, positions
   __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
   __shared__ alignas(16) char turning[4 * WARPGROUPS][2][512];  // two turns of a warp's sums
+  __shared__ alignas(8) float token_scales[WARPGROUPS][TOKENS];
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, units = sets * tiles;
@@ -138,8 +139,20 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     now.advance();
   };
 
+  // Scales of a tile's tokens are asked for at its beginning, and put where all threads of the warpgroup find them at its
+  // end, each by one thread.
+  constexpr int EACH = (TOKENS + 127) / 128;
+  const int member = threadIdx.x % 128;
+  auto everyone = [&]() { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); };
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // they are the work of the kernel before
   for (int unit = blockIdx.x / CLUSTER; unit < units; unit += clusters) {
     const Unit at(unit, sets, tiles, grouped, rank);
+    float coming[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      const int token = member + 128 * j;
+      coming[j] = token < TOKENS && at.token + token < tokens ? load_fresh(token_scale + at.token + token) : 1.f;
+    }
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0;
     for (int step = 0; step < steps; step += 2) {
@@ -150,7 +163,12 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     hold();
     asm volatile("" : "+r"(even[0]), "+r"(even[1]), "+r"(odd[0]), "+r"(odd[1])::"memory");
     release(now.before());
-    write_tile(sum, at, shared_address(turning[warp]), y, bias, row_scale, token_scale, n, tokens);
+    everyone();  // has written the tile before
+#pragma unroll
+    for (int j = 0; j < EACH; ++j)
+      if (member + 128 * j < TOKENS) token_scales[group][member + 128 * j] = coming[j];
+    everyone();
+    write_tile(sum, at, shared_address(turning[warp]), y, bias, row_scale, token_scales[group], n, tokens);
     __syncwarp();  // before the next tile's sums come here
   }
   end_together();

@@ -78,11 +78,6 @@ __device__ __forceinline__ float load_fresh(const float* from) {
   asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(out) : "l"(from) : "memory");
   return out;
 }
-__device__ __forceinline__ float2 load_fresh_pair(const float* from) {
-  float2 out;
-  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(out.x), "=f"(out.y) : "l"(from) : "memory");
-  return out;
-}
 
 // A shared-memory matrix of 128-byte rows under the 128-byte swizzle: 8 rows are 1024 bytes.
 __device__ __forceinline__ u64 descriptor(u32 address) {

@@ -76,15 +76,11 @@ __device__ __forceinline__ void store_16_bytes(u16* to, const u32 (&in)[4]) {
 // next turn's sums are rounded, the last one's are on their way back. So 16 bytes at a time leave for y.
 __device__ __forceinline__ void write_tile(const Sum (&sum)[ACCUMULATORS], const Unit& at, u32 turns,
                                            u16* __restrict__ y, const u16* __restrict__ bias,
-                                           const u16* __restrict__ row_scale,
-                                           const float* token_scale, int n, int tokens) {
+                                           const u16* __restrict__ row_scale, const float* token_scales, int n,
+                                           int tokens) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto scales_of = [&](int token) {  // and of the one after it; there is room to read beyond the last
-#if CODES  // each when it is wanted: all of them at the beginning would not fit the registers
-    return load_fresh_pair(token_scale + token + 2 * (lane % 4));
-#else
-    return make_float2(1.f, 1.f);
-#endif
+  auto scales_of = [&](int token) {  // of the tile's tokens, in shared memory, and of the one after it
+    return CODES ? *(const float2*)(token_scales + token + 2 * (lane % 4)) : make_float2(1.f, 1.f);
   };
 #if GATED
   constexpr int WIDE = 32;  // 8 rows of each: 16 bytes
@@ -102,7 +98,7 @@ __device__ __forceinline__ void write_tile(const Sum (&sum)[ACCUMULATORS], const
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Sum* of = sum + token / 2 + 4 * i;
-      const float2 scale = scales_of(at.token + token + 8 * i);
+      const float2 scale = scales_of(token + 8 * i);
       out[i] = pack_two(gated(of, scale.x), gated(of + 1, scale.y));
     }
   };
@@ -120,7 +116,7 @@ __device__ __forceinline__ void write_tile(const Sum (&sum)[ACCUMULATORS], const
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const Sum* of = sum + token / 2 + 4 * i;
-      const float2 scale = scales_of(at.token + token + 8 * i);
+      const float2 scale = scales_of(token + 8 * i);
       out[2 * i] = pack_two(of[0] * (scale.x * low_scale) + low, of[1] * (scale.y * low_scale) + low);
       out[2 * i + 1] = pack_two(of[2] * (scale.x * high_scale) + high, of[3] * (scale.y * high_scale) + high);
     }

@@ -1,0 +1,93 @@
+"""The kernel for 4-bit weights on Hopper without a GPU: its candidates fit, and compile to what was meant.
+
+What it does with addresses and lanes is in test_decode4_emulated.py.
+"""
+
+import re
+
+import pytest
+import torch
+
+from tests.kernels.test_codes_source import compiled, nvcc
+from twofour.kernels import hopper
+
+BF16, FP16 = torch.bfloat16, torch.float16
+TOKENS = (1, 8, 16, 32, 64)
+
+
+def registers_allowed(config: hopper.Decode4) -> int:
+    """For a thread: the warps of a block are dealt out to four schedulers, each with 16384 registers."""
+    warps = -(-config.threads // 32)
+    return min(16384 // (-(-warps // 4) * 32) // 8 * 8, 255)
+
+
+def candidate(tokens: int, warpgroups: int, split: int, step: int) -> hopper.Decode4:
+    of = (warpgroups, split, step)
+    return next(c for c in hopper.configs4(tokens) if (c.warpgroups, c.split, c.step) == of)
+
+
+@nvcc
+@pytest.mark.parametrize(
+    ("shape", "dtype", "activation", "spilled"),
+    [
+        ((8, 1, 2, 512), BF16, None, 0),
+        ((8, 4, 1, 512), FP16, "silu", 32),
+        ((16, 1, 8, 512), FP16, None, 0),
+        ((16, 4, 1, 256), BF16, "gelu", 32),
+        ((24, 2, 1, 512), BF16, None, 0),
+        ((32, 2, 1, 512), BF16, "gelu_tanh", 0),
+        ((32, 1, 8, 256), FP16, None, 0),
+        ((64, 1, 8, 512), BF16, "silu", 0),
+        ((64, 2, 1, 256), FP16, "silu", 0),
+        # Large blocks, whose threads have few registers (96 and 168), spill more.
+        ((16, 4, 1, 512), BF16, None, 96),
+        ((64, 2, 1, 512), BF16, "silu", 96),
+        ((32, 4, 1, 512), FP16, None, 448),
+    ],
+)
+def test_products_run_side_by_side_and_little_is_spilled(shape, dtype, activation, spilled, tmp_path):
+    config = candidate(*shape)
+    assert config.gates or activation is None
+    source = hopper.source(config, dtype, activation)
+    kind = "f32.bf16.bf16" if dtype == BF16 else "f32.f16.f16"
+    assert f"wgmma.mma_async.sp.sync.aligned.m64n{config.tokens}k32.{kind}" in source
+    said = compiled(source, "90a", tmp_path)
+    assert re.search(r"C75\d\d|serialized", said) is None, (
+        said
+    )  # ptxas' word for products that wait for others
+    assert "warning" not in said, said
+    (both,) = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert max(map(int, both)) <= spilled, (config, both)
+    (registers,) = re.findall(r"Used (\d+) registers", said)
+    assert int(registers) <= registers_allowed(config)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_every_candidate_fits_the_multiprocessor(tokens):
+    candidates = hopper.configs4(tokens)
+    assert len(candidates) == len(set(candidates)) >= 20
+    for config in candidates:
+        assert config.tokens == max(tokens, 8)
+        assert config.stages >= 2
+        assert config.shared_bytes + 16 * config.stages <= 227 << 10  # with the barriers
+        assert config.stage_bytes % 1024 == 0  # so that every area begins where the swizzles begin anew
+        # Three sets of sums, numbers and positions of two groups, a few addresses: all at the same time.
+        assert 3 * config.tokens // 2 + 2 * (16 + 2) + 8 <= registers_allowed(config)
+        assert (config.tokens // 2) % config.split == 0
+        assert config.split <= 8  # blocks of a cluster that every GPU runs
+        assert hopper.from_dict(hopper.as_dict(config)) == config
+
+
+def test_more_tokens_come_in_several_tiles():
+    assert hopper.configs4(65) == hopper.configs4(5000) == hopper.configs4(64)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_guess_is_a_candidate(gated):
+    for tokens in (*TOKENS, 20, 48, 65, 1000):
+        candidates = hopper.configs4(tokens)
+        for rows in (8, 1000, 4096, 6144, 28672, 128256):
+            for processors in (20, 78, 132):
+                guess = hopper.guess4(rows, tokens, processors, gated)
+                assert guess in candidates
+                assert guess.gates or not gated
