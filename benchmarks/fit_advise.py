@@ -2,14 +2,16 @@
 
     python benchmarks/fit_advise.py
 
-Products: the 8B rows of `bench` and `tune`. Everything beside the products: the whole-model rows, batch 16
-left out. What is left out here, and all of 70B, judges the fit in advise_accuracy.py.
+Products in 16 bit: the 8B rows of `bench` and `tune`. In 8 and 4 bits: the 8B rows of `bench --scheme`, but
+for 2:4 in 8 bits those timed by hand, as `bench` ran with kernels slower than today's. Everything beside the
+products: the whole-model rows in 16 bit, batch 16 left out. What is left out here, all of 70B, and in 8 and 4
+bits a fit to half of the shapes, judge the fit in advise_accuracy.py.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,18 @@ import numpy as np
 from twofour.advise.fit import Measured, fit_curve, minimise
 from twofour.advise.gpus import find_gpu
 from twofour.advise.layers import Network, read_network
-from twofour.advise.model import DEFAULTS, MeasuredRows, read_rows, to_dict
+from twofour.advise.model import DEFAULTS, read_rows, to_dict
 from twofour.advise.products import Curve
-from twofour.advise.schemes import DENSE, SPARSE, Scheme
+from twofour.advise.schemes import ALTERNATIVES, DENSE, SPARSE, Scheme
 from twofour.advise.steps import Rest, Step, TimeModel, Workload, step_time
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FIT_PRODUCTS = ("h200-products-8b.json", "h200-tune-8b.json")
+QUANTIZED, BY_HAND = "h200-quantized-8b.json", "h200-quantized-first.json"
 END_TO_END = ("h200-end-to-end-8b.json", "h200-end-to-end-8b-earlier.json")
+
+#: qkv and gate_up: what a fit in 8 and 4 bits sees before it is judged by o and down.
+HALF = ((6144, 4096), (28672, 4096))
 
 #: Decode at this batch is not fitted to.
 HELD_OUT_BATCH = 16
@@ -38,6 +44,9 @@ FORMS: dict[str, tuple[Scheme, bool]] = {
     "twofour": (SPARSE, False),
     "fused": (SPARSE, True),
 }
+
+#: The same in 8 and 4 bits. Not fitted to: what lies beside the products does not depend on their bits.
+QUANTIZED_FORMS = {s.name.removeprefix("2:4 "): (s, True) for s in ALTERNATIVES if s.sparse}
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -55,10 +64,20 @@ START_REST = Rest(2.3, 1.5, 0.6, 0.7, 0.04, 800.0)
 FITTED_REST = [field.name for field in fields(Rest) if field.name != "attention"]
 
 
-def product_rows(names: tuple[str, ...] = FIT_PRODUCTS) -> MeasuredRows:
-    read = [read_rows(RESULTS / name) for name in names]
-    dense = [row for rows in read for row in rows.dense]
-    return MeasuredRows(read[0].gpu, dense, [row for rows in read for row in rows.sparse], read[0].ceilings)
+def product_rows(scheme: Scheme) -> list[Measured]:
+    """Of 16 bit, dense or 2:4."""
+    return [row for name in FIT_PRODUCTS for row in read_rows(RESULTS / name).by_scheme[scheme.name]]
+
+
+def quantized_rows() -> dict[Scheme, list[Measured]]:
+    """Those in 8 and 4 bits that are of today's kernels, by scheme. Dense int8 has none."""
+    found = read_rows(RESULTS / QUANTIZED).by_scheme
+    by_hand = json.loads((RESULTS / BY_HAND).read_text())["codes (rounding of tokens included)"]
+    for codes in ("fp8", "int8"):
+        found[f"2:4 {codes}"] = [
+            Measured(row["n"], row["k"], row["tokens"], row["us"]) for row in by_hand if row["codes"] == codes
+        ]
+    return {scheme: found[scheme.name] for scheme in ALTERNATIVES if scheme.name in found}
 
 
 def end_to_end_rows() -> Iterator[dict[str, Any]]:
@@ -72,8 +91,8 @@ def end_to_end_rows() -> Iterator[dict[str, Any]]:
                 yield {**row, "run": name}
 
 
-def predicted(network: Network, model: TimeModel, row: dict[str, Any]) -> Step:
-    scheme, fused = FORMS[row["contender"]]
+def predicted(network: Network, model: TimeModel, row: dict[str, Any], form: tuple[Scheme, bool]) -> Step:
+    scheme, fused = form
     tokens = row["tokens"] if row["what"] == "prefill" else 1
     work = Workload(row["batch"], tokens, row["tokens"], row["mode"] == "graph", row["attention"])
     return step_time(network, find_gpu("H200"), model, scheme, fused, work)
@@ -105,7 +124,12 @@ def ratios(rows: list[Measured], scheme: Scheme, curve: Curve) -> Any:
     return np.array(times) / np.array([r.us for r in rows])
 
 
-def fit_rest(dense: Curve, sparse: Curve, rows: list[dict[str, Any]]) -> Rest:
+def fit_quantized(rows: list[Measured], scheme: Scheme, curves: Mapping[str, Curve]) -> Curve:
+    """Held to 16 bit, where it starts: the rows are few."""
+    return fit_curve(rows, find_gpu("H200"), scheme, curves[scheme.in_16_bit.name])
+
+
+def fit_rest(curves: dict[str, Curve], rows: list[dict[str, Any]]) -> Rest:
     network = read_network(LLAMA_3_8B)
     measured = np.log([row["ms"]["p50"] for row in rows])
     first = np.log([getattr(START_REST, name) for name in FITTED_REST])
@@ -114,23 +138,28 @@ def fit_rest(dense: Curve, sparse: Curve, rows: list[dict[str, Any]]) -> Rest:
         return Rest(**{name: float(np.exp(v)) for name, v in zip(FITTED_REST, point, strict=True)})
 
     def residuals(point: Any) -> Any:
-        model = TimeModel(dense, sparse, rest(point), "")
-        times = [predicted(network, model, row).ms for row in rows]
+        model = TimeModel(curves, rest(point), "", frozenset(curves))
+        times = [predicted(network, model, row, FORMS[row["contender"]]).ms for row in rows]
         return np.concatenate([np.log(times) - measured, 1e-3 * (point - first)])
 
     return rest(minimise(residuals, first))
 
 
 def main() -> None:
-    rows = product_rows()
-    dense, sparse = fit_products(rows.dense, DENSE), fit_products(rows.sparse, SPARSE)
+    rows = {scheme: product_rows(scheme) for scheme in (DENSE, SPARSE)}
+    curves = {scheme.name: fit_products(timed, scheme) for scheme, timed in rows.items()}
     whole = [
         row for row in end_to_end_rows() if not (row["what"] == "decode" and row["batch"] == HELD_OUT_BATCH)
     ]
-    rest = fit_rest(dense, sparse, whole)
-    said = f"{len(rows.dense) + len(rows.sparse)} products and {len(whole)} whole-model rows of an H200"
+    rest = fit_rest(curves, whole)
+    for scheme, timed in quantized_rows().items():
+        rows[scheme] = timed
+        curves[scheme.name] = fit_quantized(timed, scheme, curves)
+    products = sum(len(timed) for timed in rows.values())
+    said = f"{products} products and {len(whole)} whole-model rows of an H200"
+    model = TimeModel(curves, rest, said, frozenset(curves))
     DEFAULTS.parent.mkdir(exist_ok=True)
-    DEFAULTS.write_text(json.dumps(to_dict(TimeModel(dense, sparse, rest, said)), indent=1) + "\n")
+    DEFAULTS.write_text(json.dumps(to_dict(model), indent=1) + "\n")
     print(DEFAULTS.read_text())
 
 

@@ -3,7 +3,7 @@
 Usage: python benchmarks/masked_step.py [--layers 4] [--width 2048] [--batch 16] [--scheme int4] [--out FILE]
 
 A Llama with random weights takes the steps of `twofour recover`: forward in bfloat16 (on a CPU in float32),
-the loss in chunks, backward, clipping, fused AdamW on float32 weights.
+the loss (one kernel on a GPU), backward, clipping, fused AdamW on float32 weights.
 
     dense     none of ours: 2:4 weights at the start, and what becomes of them
     masked    masks held through gradients and optimizer

@@ -1,5 +1,6 @@
 """Figures from a user's own rows: recovered from rows that the model itself made, and bad files refused."""
 
+import itertools
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from twofour.advise.fit import minimise
 from twofour.advise.gpus import find_gpu
 from twofour.advise.model import DEFAULTS, from_dict, read_rows, refine, shipped, to_dict
 from twofour.advise.products import product_time
-from twofour.advise.schemes import DENSE, SPARSE
+from twofour.advise.schemes import DENSE, SCHEMES, SPARSE
 from twofour.errors import InputError
 
 SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
@@ -53,18 +54,75 @@ def test_shipped_figures_are_what_the_file_says():
     content = json.loads(DEFAULTS.read_text())
     assert to_dict(from_dict(content)) == content
     assert "H200" in content["fitted_to"]
+    assert content["curves"].keys() == shipped().measured
+    assert {scheme.name for scheme in SCHEMES} - shipped().measured == {"dense int8"}
 
 
 def test_a_slower_gpu_is_found_to_be_slower(write):
     path = write(document("NVIDIA A100-SXM4-80GB", slower=1.4))
     rows = read_rows(path)
-    assert len(rows.dense) == len(rows.sparse) == len(SHAPES) * len(TOKENS)
+    assert {name: len(timed) for name, timed in rows.by_scheme.items()} == {"dense": 15, "2:4": 15}
     gpu, model = refine(rows, shipped())
     assert gpu.name == "A100 80GB SXM"
-    for scheme, timed in ((DENSE, rows.dense), (SPARSE, rows.sparse)):
-        for row in timed:
+    for scheme in (DENSE, SPARSE):
+        for row in rows.by_scheme[scheme.name]:
             told = product_time(model.curve(scheme), gpu, scheme, row.rows, row.columns, row.tokens).us
             assert told == pytest.approx(row.us, rel=0.12)
+
+
+def quantized_document(gpu_name, slower, quantized=("fp8", "int4")):
+    """Rows as `bench --scheme …` writes them, those of the codes `slower` times as long as predicted."""
+    gpu, rows = find_gpu(gpu_name), []
+    by_name = {scheme.name: scheme for scheme in SCHEMES}
+    for codes in quantized:
+        contenders = {"dense": "dense", f"dense {codes}": f"dense {codes}", "twofour": f"2:4 {codes}"}
+        for (n, k), tokens in itertools.product(SHAPES, TOKENS[:4]):
+            for contender, name in contenders.items():
+                us = product_time(shipped().curve(by_name[name]), gpu, by_name[name], n, k, tokens).us
+                ms = us / 1e3 * (1 if contender == "dense" else slower)
+                row = {"rows": n, "columns": k, "tokens": tokens, "scheme": codes, "contender": contender}
+                rows.append(row | {"graph_ms": {"p50": ms}})
+            rows.append(row | {"contender": "hopper", "graph_ms": {"p50": 99.0}})
+    return {"verb": "bench", "about": {"gpu": gpu_name}, "products": rows}
+
+
+def test_rows_of_schemes_change_these_schemes_alone(write):
+    rows = read_rows(write(quantized_document("NVIDIA H100 80GB HBM3", slower=1.5)))
+    assert {name: len(timed) for name, timed in rows.by_scheme.items()} == {
+        "dense": 12,  # twice in the file, once for each scheme
+        **dict.fromkeys(("dense fp8", "2:4 fp8", "dense int4", "2:4 int4"), 12),
+    }
+    gpu, model = refine(rows, shipped())
+    assert model.measured == rows.by_scheme.keys()
+    for name in ("2:4", "2:4 int8"):
+        assert model.curves[name] == shipped().curves[name]
+    for scheme in SCHEMES:
+        before, after = (
+            [m.product(gpu, scheme, n, k, tokens).us for (n, k), tokens in itertools.product(SHAPES, (1, 64))]
+            for m in (shipped(), model)
+        )
+        factor = 1.5 if scheme.name in rows.by_scheme and scheme != DENSE else 1
+        # Dense int8 follows dense, whose rows say that it is as it was.
+        assert after == pytest.approx([factor * us for us in before], rel=0.12 if factor > 1 else 0.03)
+
+
+def test_stars_of_own_rows(write):
+    config = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 32}
+    on_h100 = advise(config, measured=write(quantized_document("NVIDIA H100 PCIe", 1.0, ("fp8",))))
+    assert {form.name for form in on_h100.forms if form.measured} == {"dense", "dense fp8", "2:4 fp8"}
+    assert any("(dense, dense fp8, 2:4 fp8)" in note for note in on_h100.notes)
+    # On the H200 what the file lacks is still measured.
+    on_h200 = advise(config, measured=write(quantized_document("NVIDIA H200", 1.0, ("fp8",))))
+    assert {form.name for form in on_h200.forms if not form.measured} == {"dense int8"}
+
+
+def test_a_few_rows_of_a_scheme_are_not_fitted_to(write):
+    content = document("NVIDIA H200", slower=1.0)
+    row = content["products"][0] | {"scheme": "int4", "contender": "twofour"}
+    content["products"] += [row | {"tokens": tokens, "graph_ms": {"p50": 5.0}} for tokens in (1, 2, 4)]
+    _, model = refine(read_rows(write(content)), shipped())
+    assert model.curves["2:4 int4"] == shipped().curves["2:4 int4"]
 
 
 def test_a_gpu_without_a_data_sheet_is_described_by_its_rows(write):

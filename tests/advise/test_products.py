@@ -65,7 +65,7 @@ def test_no_product_beats_the_data_sheet(gpu):
 
 def test_which_side_of_the_roofline():
     def bound(n, k, tokens):
-        return product_time(shipped().dense, H200, DENSE, n, k, tokens).bound
+        return product_time(shipped().curve(DENSE), H200, DENSE, n, k, tokens).bound
 
     assert bound(28672, 4096, 1) == "bytes"
     assert bound(28672, 4096, 4096) == "arithmetic"
@@ -89,12 +89,13 @@ def test_a_type_that_the_gpu_lacks_is_no_time_at_all():
 
 
 def test_the_shipped_figures_are_sane():
-    for curve in (shipped().dense, shipped().sparse):
+    for curve in shipped().curves.values():
         assert all(math.isfinite(value) and value > 0 for value in curve.to_dict().values())
         assert 0.5 < curve.bandwidth <= 1
         assert 0 < curve.quantised <= 1
 
 
+@pytest.mark.skipif(not (ROOT / "benchmarks" / "results").is_dir(), reason="without the measured rows")
 def test_accuracy_over_all_committed_rows():
     """Median, worst and verdicts, on rows that were fitted to and on those held out."""
     script = ROOT / "benchmarks" / "advise_accuracy.py"
@@ -112,3 +113,26 @@ def test_accuracy_over_all_committed_rows():
         assert sum(p["right"] * p["verdicts"] for p in verdicts) >= right * sum(
             p["verdicts"] for p in verdicts
         )
+    schemes = {part["scheme"]: part for part in told["schemes"]}
+    assert schemes.keys() == {"dense fp8", "dense int4", "2:4 fp8", "2:4 int8", "2:4 int4"}
+    for what, (median, worst) in told["quantized_bounds"].items():
+        parts = [part[what] for part in schemes.values() if part[what] is not None]
+        assert max(part["median"] for part in parts) <= median
+        assert max(part["worst"] for part in parts) <= worst
+    assert {name for name, part in schemes.items() if part["whole_model"]} == {"2:4 fp8", "2:4 int4"}
+
+
+def test_pytorchs_int4_takes_a_time_for_every_token():
+    int4 = next(scheme for scheme in ALTERNATIVES if scheme.name == "dense int4")
+    assert us(int4, 28672, 4096, 8) > 2 * us(int4, 28672, 4096, 1)
+    assert us(int4, 28672, 4096, 512) == pytest.approx(2 * us(int4, 28672, 4096, 256), rel=0.02)
+
+
+def test_a_scheme_without_a_curve_is_told_from_16_bit():
+    from dataclasses import replace
+
+    model = shipped()
+    bare = replace(model, curves={name: model.curves[name] for name in ("dense", "2:4")})
+    for scheme in SCHEMES:
+        assert bare.curve(scheme) == model.curve(SPARSE if scheme.sparse else DENSE)
+        assert (model.curve(scheme) == bare.curve(scheme)) == (scheme.name in ("dense", "2:4", "dense int8"))

@@ -32,8 +32,8 @@ def test_for_people(twofour, llama):
     assert "Layers of model.layers.*" in ran.out
     assert "mlp.gate_proj ×32" in ran.out
     assert "Left alone: lm_head (linear: an output head)" in ran.out
-    assert "2:4 int4 *" in ran.out
-    assert "8 and 4 bits are not measured" in ran.err
+    assert "dense int8 *" in ran.out
+    assert "Measured nowhere: dense int8" in ran.err
 
 
 def test_json_is_one_document(twofour, llama):

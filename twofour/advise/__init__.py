@@ -1,8 +1,8 @@
 """What 2:4 would bring to a model on a GPU, told before anything is pruned.
 
 gpus.py holds ceilings, products.py the time of one product, layers.py the layers of a model without its
-weights, steps.py a whole prefill or decode step, advice.py puts them together. The room and its verb have the
-same name, so the module itself can be called: `twofour.advise(…)`.
+weights, steps.py a whole prefill or decode step, advice.py puts them together and sentences.py into words.
+The room and its verb have the same name, so the module itself can be called: `twofour.advise(…)`.
 """
 
 from __future__ import annotations

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from twofour.advise.gpus import MEASURED, Gpu, find_gpu, this_machine
-from twofour.advise.layers import COLUMN_MULTIPLE, ROW_MULTIPLE, LayerGroup, Network, read_network
+from twofour.advise.layers import LayerGroup, Network, read_network
 from twofour.advise.model import read_rows, refine, shipped
-from twofour.advise.products import SMALLEST, Bound, intensity, product_time
+from twofour.advise.products import Bound, intensity
 from twofour.advise.schemes import DENSE, SCHEMES, SPARSE, Scheme
+from twofour.advise.sentences import cannot_tell, verdict_of, what_instead, what_it_rests_on
 from twofour.advise.steps import Attention, Step, TimeModel, Workload, step_time
 from twofour.errors import InputError
-
-#: A gain below this is within what two runs of the same thing differ by.
-PAYS = 1.03
 
 DTYPES = ("bfloat16", "float16")
 
@@ -113,8 +111,9 @@ def advise(
     """Predict what 2:4 brings to `model` (a directory, a config.json, or a config as a mapping).
 
     `gpu` is the name of a known one; without it this machine's, or the H200. `measured` is a file that
-    `twofour bench --shapes 8B --json` wrote on the GPU in question. `graph` says whether decode is run from a
-    CUDA graph (or torch.compile), `attention` whether it copies keys and values ("sdpa", see docs/advise.md).
+    `twofour bench --shapes 8B --json` wrote on the GPU in question, with --scheme or without. `graph` says
+    whether decode is run from a CUDA graph (or torch.compile), `attention` whether it copies keys and values
+    ("sdpa", see docs/advise.md).
 
     >>> config = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32}
     >>> config |= {"intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -159,7 +158,7 @@ def advise(
         forms.append(
             Form(
                 name=scheme.name,
-                measured=scheme.measured and (chosen.name == MEASURED or measured is not None),
+                measured=scheme.name in times.measured,
                 prefill_ms=first.ms,
                 decode_ms=each.ms,
                 tokens_per_s=batch / each.ms * 1e3,
@@ -175,7 +174,7 @@ def advise(
     layers = tuple(_layer(group, chosen, times, batch, batch * prompt) for group in network.groups)
     if dtype != DTYPES[0]:
         notes.append(f"Measured in {DTYPES[0]}: {dtype} is taken to be as fast.")
-    notes += _notes(network, chosen, prefill, decode, fused)
+    notes += what_it_rests_on(network, chosen, times, prefill, decode, fused)
     by_name = {form.name: form for form in forms}
     return Advice(
         model=network.name,
@@ -188,8 +187,8 @@ def advise(
         fused=fused,
         graph=graph,
         attention=attention,
-        verdict=_verdict(by_name, layers, batch) if network.timed else _cannot_tell(network, by_name),
-        instead=_instead(by_name) if network.timed else "",
+        verdict=verdict_of(by_name, layers, batch) if network.timed else cannot_tell(network, by_name),
+        instead=what_instead(by_name) if network.timed else "",
         timed=network.timed,
         forms=tuple(forms),
         touched_prefill=prefill.products_ms / prefill.ms,
@@ -233,8 +232,9 @@ def machine_and_times(name: str | None, measured: str | Path | None) -> tuple[Gp
     else:
         gpu = find_gpu(name)
     if gpu.name == MEASURED:
-        notes.append(f"Times of 16-bit products follow {model.fitted_to}.")
+        notes.append(f"Times follow {model.fitted_to}.")
     else:
+        model = replace(model, measured=frozenset())
         notes.append(
             f"Nothing was measured on this GPU: the efficiencies of the {MEASURED} on the data sheet of the "
             f"{gpu.name}. Refine with twofour bench --shapes 8B --json > rows.json and --measured rows.json."
@@ -248,7 +248,7 @@ def _layer(group: LayerGroup, gpu: Gpu, model: TimeModel, decode: int, prefill: 
             return None
         shape = group.rows, group.columns, tokens
         usable = [s for s in SCHEMES if gpu.rate(s.arithmetic) is not None] if group.eligible else [DENSE]
-        took = {s.name: product_time(model.curve(s), gpu, s, *shape) for s in usable}
+        took = {s.name: model.product(gpu, s, *shape) for s in usable}
         us = {name: time.us for name, time in took.items()}
         return Phase(tokens, intensity(DENSE, *shape), took["dense"].bound, us)
 
@@ -268,121 +268,3 @@ def _layer(group: LayerGroup, gpu: Gpu, model: TimeModel, decode: int, prefill: 
         prefill=phase(decode if group.is_head else prefill),
         decode=phase(decode),
     )
-
-
-def _notes(network: Network, gpu: Gpu, prefill: Step, decode: Step, fused: bool) -> list[str]:
-    notes = []
-    if not gpu.hopper:
-        notes.append(
-            "Our kernels for many tokens are for Hopper. Elsewhere 2:4 needs cuSPARSELt for them "
-            '(memory="fast", 10/16 of the bytes), which was not measured there.'
-        )
-    notes.append(
-        "8 and 4 bits are not measured: from their bytes and the data sheet's ratios, without the time to "
-        "quantize activations."
-    )
-    if fused:
-        notes.append(
-            "Both sides after twofour.fuse_: dense with its norms and its rotary embedding as one kernel "
-            "each, 2:4 with its products fused as well."
-        )
-    if network.decoder is None:
-        notes.append("The config does not say what attention is like: only products are counted.")
-    odd = [g.name for g in network.groups if g.eligible and g.is_product and any(g.padding)]
-    if odd:
-        notes.append(
-            f"{', '.join(odd[:3])}{' …' if len(odd) > 3 else ''}: rows are no multiple of {ROW_MULTIPLE} or "
-            f"columns none of {COLUMN_MULTIPLE}, so slower kernels than those measured run them: expect less."
-        )
-    for name, step in (("Prefill", prefill), ("Decode", decode)):
-        if step.host_bound:
-            notes.append(
-                f"{name} is bound by Python, not by the GPU: without CUDA graphs or torch.compile there is "
-                "nothing to gain."
-            )
-    if network.untimed:
-        notes.append(
-            f"{network.untimed / network.parameters:.0%} of the weights are in modules whose time is not "
-            "known (convolutions, experts): they count in the memory alone."
-        )
-    return notes
-
-
-def _verdict(forms: Mapping[str, Form], layers: tuple[LayerAdvice, ...], batch: int) -> str:
-    """One sentence: where 2:4 pays, where not, which layers are to blame."""
-    sparse, dense = forms["2:4"], forms["dense"]
-    phases = {"prefill": sparse.prefill_x, f"decode at batch {batch}": sparse.decode_x}
-    pays = [f"{name} {ratio:.2f}×" for name, ratio in phases.items() if ratio >= PAYS]
-    not_ = [f"{name} {ratio:.2f}×" for name, ratio in phases.items() if ratio < PAYS]
-    parts = []
-    small, guessed = _too_small(layers), _guessed(layers)
-    all_guessed = set(guessed) == {_shape(layer) for layer in layers if layer.eligible and layer.prefill}
-    if pays:
-        parts.append(("Perhaps worth it for " if all_guessed else "Worth it for ") + " and ".join(pays))
-        if not_:
-            parts.append("not for " + not_[0])
-    else:
-        parts.append("Not worth it for speed: " + ", ".join(not_))
-    if small:
-        parts.append(f"the {', '.join(small[:3])} layers are too small to gain in either")
-    guessed = [shape for shape in guessed if shape not in small]
-    if guessed:
-        parts.append(f"the {', '.join(guessed[:3])} layers are smaller than any measured, their gain a guess")
-    saved = f"{dense.weight_bytes / 1e9:.3g} to {sparse.weight_bytes / 1e9:.3g} GB"
-    parts.append(f"weights go from {saved}")
-    if dense.fits is False and sparse.fits:
-        parts.append("only the sparse model fits into the memory")
-    elif sparse.fits is False:
-        parts.append("neither fits into the memory of one GPU")
-    return "; ".join(parts) + "."
-
-
-def _cannot_tell(network: Network, forms: Mapping[str, Form]) -> str:
-    dense, sparse = (forms[name].weight_bytes / 1e9 for name in ("dense", "2:4"))
-    return (
-        f"Cannot tell the speed: {network.untimed / network.parameters:.0%} of the weights are in modules "
-        f"whose time is not known; weights go from {dense:.3g} to {sparse:.3g} GB."
-    )
-
-
-def _guessed(layers: tuple[LayerAdvice, ...]) -> list[str]:
-    """Shapes smaller than any that was measured."""
-    small = [layer for layer in layers if layer.rows * layer.columns < SMALLEST]
-    return list(dict.fromkeys(_shape(layer) for layer in small if layer.eligible and layer.prefill))
-
-
-def _shape(layer: LayerAdvice) -> str:
-    return f"{layer.rows}×{layer.columns}"
-
-
-def _too_small(layers: tuple[LayerAdvice, ...]) -> list[str]:
-    """Shapes that gain in neither phase."""
-    shapes = []
-    for layer in layers:
-        if layer.eligible and layer.prefill and layer.decode:
-            gains = [phase.us["dense"] / phase.us["2:4"] for phase in (layer.prefill, layer.decode)]
-            if max(gains) < PAYS:
-                shapes.append(_shape(layer))
-    return list(dict.fromkeys(shapes))
-
-
-def _instead(forms: Mapping[str, Form]) -> str:
-    """The easier ways beside it, and 2:4 on top of them."""
-    sparse = forms["2:4"]
-
-    def figures(form: Form) -> str:
-        return f"{form.prefill_x:.2f}× in prefill, {form.decode_x:.2f}× in decode"
-
-    parts = []
-    for bits in ("fp8", "int4"):
-        dense, both = forms.get(f"dense {bits}"), forms.get(f"2:4 {bits}")
-        if dense is None or both is None:
-            continue
-        gap = dense.request_x / sparse.request_x
-        place = "ahead of" if gap >= PAYS else "behind" if gap <= 1 / PAYS else "level with"
-        worth = both.request_x >= PAYS * dense.request_x
-        text = f"dense {bits} is predicted {place} 16-bit 2:4 ({figures(dense)})"
-        text += f", 2:4 on top of it {'gives more' if worth else 'adds little'} ({figures(both)})"
-        parts.append(text)
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}." if text else ""

@@ -26,7 +26,6 @@ import numpy as np
 
 from twofour.advise.advice import machine_and_times
 from twofour.advise.layers import FUSED_NAMES, read_network
-from twofour.advise.products import product_time
 from twofour.advise.schemes import DENSE, SPARSE, Scheme
 from twofour.advise.sensitivity import Measured, measure
 from twofour.advise.steps import Step, Workload, step_time
@@ -133,10 +132,9 @@ class Times:
         for times, of in self._steps:
             tokens = of.batch * of.tokens
             dense = sum(
-                product_time(self._model.dense, self.gpu, DENSE, layer.rows, columns, tokens).us
-                for layer in unit
+                self._model.product(self.gpu, DENSE, layer.rows, columns, tokens).us for layer in unit
             )
-            sparse = product_time(self._model.sparse, self.gpu, SPARSE, rows, columns, tokens).us
+            sparse = self._model.product(self.gpu, SPARSE, rows, columns, tokens).us
             gap = self._model.rest.gap_us if of.tokens == 1 else 0.0
             saved += times * (dense - sparse - gap) / 1e3
         return saved

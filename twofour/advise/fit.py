@@ -23,7 +23,10 @@ BEND = 0.4
 HOLD = 0.03
 
 #: Figures may not leave these ranges; beyond them rows of a narrow grid could push them anywhere.
-RANGES = {"quantised": (0.01, 1.0), "bandwidth": (0.2, 1.1), "peak": (0.1, 2.0), "overlap": (0.01, 10.0)}
+RANGES = {"quantised": (0.01, 1.0), "bandwidth": (0.2, 1.1), "peak": (0.01, 2.0), "overlap": (0.01, 10.0)}
+#: Rows in 8 and 4 bits are fewer still, and would drive the bandwidth past the data sheet, and the time of an
+#: idle chip so far up that a larger product is told to take less time.
+RANGES_BELOW_16_BIT = RANGES | {"bandwidth": (0.2, 1.0), "idle": (1e-3, 1e-3)}
 ANY = (1e-3, 1e3)
 
 
@@ -61,7 +64,8 @@ def minimise(residuals: Callable[[Any], Any], start: Any, rounds: int = 100) -> 
 def fit_curve(rows: Sequence[Measured], gpu: Gpu, scheme: Scheme, start: Curve, hold: float = HOLD) -> Curve:
     """The curve nearest to `start` that gives the measured times."""
     names = [field.name for field in fields(Curve)]
-    low, high = (np.log([RANGES.get(name, ANY)[end] for name in names]) for end in (0, 1))
+    ranges = RANGES if scheme.value_bits == 16 else RANGES_BELOW_16_BIT
+    low, high = (np.log([ranges.get(name, ANY)[end] for name in names]) for end in (0, 1))
     measured = np.log([row.us for row in rows])
     first = np.log([max(value, 1e-3) for value in start.to_dict().values()])
 

@@ -9,15 +9,16 @@ felt: libraries have ways around it). Small tiles reach less of the peak than la
 multiprocessors, for `split` more microseconds. Of all tilings the fastest counts, as in a tuned library. How
 far bytes and arithmetic overlap is the exponent p: 1 is not at all, infinity is fully.
 
-A `Curve` holds the nine figures, one each for dense and 2:4 products. Those in defaults/ were fitted to rows
-measured on an H200 (benchmarks/fit_advise.py, twofour/advise/fit.py). Everything else is scaled from them:
-another GPU by its data sheet, and 8 or 4 bits by their bytes and the ratio of the ceilings.
+A `Curve` holds the nine figures, one for each scheme that was measured. Those in defaults/ were fitted to
+rows of an H200 (benchmarks/fit_advise.py, twofour/advise/fit.py). Everything else is scaled from them:
+another GPU by its data sheet, and a scheme without rows from 16 bit by its bytes and the ratio of the
+ceilings. Where tokens are rounded to 8 bits before the product, that is in the rows and so in the curve.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Literal
@@ -26,7 +27,6 @@ from twofour.advise.gpus import Gpu
 from twofour.advise.schemes import Scheme
 
 TILE_ROWS = (64, 128, 256)
-TILE_TOKENS = (8, 16, 32, 64, 96, 128, 192, 256)
 SPLITS = (1, 2, 4)
 
 #: Sums of a larger tile do not fit into a multiprocessor's registers.
@@ -69,15 +69,11 @@ class ProductTime:
     bound: Bound
 
 
-def tilings() -> Iterator[tuple[int, int, int]]:
-    for rows in TILE_ROWS:
-        for tokens in TILE_TOKENS:
-            if rows * tokens <= LARGEST_TILE:
-                for split in SPLITS:
-                    yield rows, tokens, split
-
-
-_TILINGS = tuple(tilings())
+@cache
+def tilings(tile_tokens: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Rows and tokens of a tile, and over how many multiprocessors its columns are shared out."""
+    every = itertools.product(TILE_ROWS, tile_tokens, SPLITS)
+    return tuple(tiling for tiling in every if tiling[0] * tiling[1] <= LARGEST_TILE)
 
 
 @cache
@@ -91,7 +87,7 @@ def product_time(curve: Curve, gpu: Gpu, scheme: Scheme, n: int, k: int, tokens:
     # One multiprocessor's operations in a microsecond; those on zeros count too, hence the factor for 2:4.
     each = rate * 1e6 * (2 if scheme.sparse else 1) / gpu.multiprocessors * curve.peak
     arithmetic_us = math.inf
-    for tile_rows, tile_tokens, split in _TILINGS:
+    for tile_rows, tile_tokens, split in tilings(scheme.tile_tokens):
         count = math.ceil(n / tile_rows) * math.ceil(tokens / tile_tokens) * split
         waves = count / gpu.multiprocessors
         waves += curve.quantised * (math.ceil(waves) - waves)

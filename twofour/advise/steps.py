@@ -12,12 +12,13 @@ query head ("sdpa"); "grouped" is without that copy. Without CUDA graphs the hos
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from twofour.advise.gpus import Gpu
-from twofour.advise.layers import Decoder, LayerGroup, Network
-from twofour.advise.products import Curve, product_time
+from twofour.advise.layers import Decoder, Network
+from twofour.advise.products import Curve, ProductTime, product_time
 from twofour.advise.schemes import DENSE, Scheme
 
 Attention = Literal["grouped", "sdpa"]
@@ -57,13 +58,25 @@ class Rest:
 class TimeModel:
     """All that is fitted, and what it was fitted to."""
 
-    dense: Curve
-    sparse: Curve
+    curves: Mapping[str, Curve]  # by the scheme's name; 16 bit, dense and 2:4, are always there
     rest: Rest
     fitted_to: str
+    #: Schemes that were timed on the very GPU that is asked about. Curves of others are of another GPU.
+    measured: frozenset[str]
 
     def curve(self, scheme: Scheme) -> Curve:
-        return self.sparse if scheme.sparse else self.dense
+        own = self.curves.get(scheme.name)
+        return self.curves[scheme.in_16_bit.name] if own is None else own
+
+    def product(self, gpu: Gpu, scheme: Scheme, n: int, k: int, tokens: int) -> ProductTime:
+        """One product in this scheme, by way of 16 bit where its kernel is not for so many tokens."""
+        if tokens <= scheme.most_tokens:
+            return product_time(self.curve(scheme), gpu, scheme, n, k, tokens)
+        wide, curve = scheme.in_16_bit, self.curve(scheme.in_16_bit)
+        after = product_time(curve, gpu, wide, n, k, tokens)
+        moved = scheme.weight_bytes(n, k) + wide.weight_bytes(n, k)
+        decoding = curve.launch + moved / (gpu.bandwidth_gb_s * 1e3 * curve.bandwidth)
+        return replace(after, us=after.us + decoding, bytes_us=after.bytes_us + decoding)
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ def step_time(
     for group in network.products(fused and scheme.sparse):
         chosen = scheme if group.eligible else DENSE
         tokens = work.batch if group.is_head else at_once
-        us = group.count * product_us(model, gpu, chosen, group, tokens)
+        us = group.count * model.product(gpu, chosen, group.rows, group.columns, tokens).us
         if group.eligible:
             gap = model.rest.gap_us if scheme.sparse and decode else 0.0
             touched += us + group.count * gap
@@ -119,10 +132,6 @@ def step_time(
     return Step(
         max(device, host) / 1e3, touched / 1e3, other / 1e3, attention / 1e3, elementwise / 1e3, host > device
     )
-
-
-def product_us(model: TimeModel, gpu: Gpu, scheme: Scheme, group: LayerGroup, tokens: int) -> float:
-    return product_time(model.curve(scheme), gpu, scheme, group.rows, group.columns, tokens).us
 
 
 def _small_kernels(fused: bool, sparse: bool, attention: Attention) -> int:
