@@ -197,7 +197,10 @@ def test_two_processes_give_what_one_gives(dense, text, tmp_path, method):
     one, two = (load_file(tmp_path / out / "model.safetensors") for out in ("one", "two"))
     for name in one:
         lost = [float((weights[name].float() - before[name].float()).norm()) for weights in (one, two)]
-        assert lost[1] == pytest.approx(lost[0], rel=0.3 if method == "best" else 0.02, abs=1e-6), name
+        if one[name].dim() > 1 or method != "best":
+            assert lost[1] == pytest.approx(lost[0], rel=0.02, abs=1e-6), name
+        else:  # which windows are held out depends on the processes, and on them how far norms move
+            torch.testing.assert_close(one[name], two[name], rtol=0.0, atol=0.03)
     if method == "sparsegpt":  # the first block saw the same, up to the order of sums
         first = [name for name in one if "layers.0." in name and name.endswith("proj.weight")]
         for name in first:

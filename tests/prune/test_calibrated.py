@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from twofour.calibrate.statistics import Gram
 from twofour.pattern import keep_best
-from twofour.prune.admm import ADMM
+from twofour.prune.admm import ADMM, _in_order, _in_quarters, _two_largest
 from twofour.prune.hessian import relative_output_error
 from twofour.prune.magnitude import Magnitude
 from twofour.prune.ria import RIA
@@ -127,6 +129,55 @@ def test_admm_with_one_iteration_is_wanda():
     matrix, inputs = problem()
     once = ADMM(iterations=1, refit=0).prune(matrix, inputs=inputs)
     torch.testing.assert_close(once, Wanda().prune(matrix, inputs=inputs))
+
+
+def plain_admm(dense, hessian, rho, steps):
+    """ADMM as the module's first three lines have it, the mask free in all steps."""
+    inverse = torch.linalg.inv(hessian + rho * torch.eye(len(hessian), dtype=torch.float64))
+    weight, disagreement = dense, torch.zeros_like(dense)
+    for step in range(steps):
+        wish = weight + disagreement
+        pruned = wish.where(keep_best(wish.abs()), 0.0)
+        disagreement = wish - pruned
+        if step + 1 < steps:
+            weight = (dense @ hessian + rho * (pruned - disagreement)) @ inverse
+    return pruned
+
+
+@pytest.mark.parametrize("columns", [32, 30])
+def test_admm_in_quarters_is_the_plain_one(columns):
+    """30 columns: the last group is short. Masks that rounding decides may differ, in a few rows at most."""
+    matrix, inputs = problem(columns=columns)
+    norms = inputs.channel_norms.double()
+    hessian = inputs.mean.double() / norms / norms[:, None] + 0.01 * torch.eye(columns, dtype=torch.float64)
+    rho = float(torch.linalg.cholesky(hessian).diagonal().log().mean().mul(2).exp())
+    expected = plain_admm(matrix.double() * norms, hessian, rho, 4) / norms
+    pruned = ADMM(iterations=4, refit=0).prune(matrix, inputs=inputs)
+    # Rows that got worse than Wanda's went back there.
+    wanda = Wanda().prune(matrix, inputs=inputs)
+    went_back = torch.isclose(pruned, wanda, rtol=1e-4, atol=1e-6).all(1)
+    same = torch.isclose(pruned, expected.float(), rtol=1e-3, atol=1e-5).all(1)
+    assert (same | went_back).float().mean() > 0.9
+    assert same.float().mean() > 0.5
+
+
+@pytest.mark.parametrize("columns", [3, 4, 32])
+def test_admm_leaves_what_it_was_given_as_it_was(columns):
+    """Four columns in quarters are in the same order: what would be a copy is the same memory."""
+    matrix, inputs = problem(columns=columns)
+    given_matrix, given_gram = matrix.clone(), inputs.mean.clone()
+    ADMM().prune(matrix, inputs=inputs)
+    assert torch.equal(matrix, given_matrix)
+    assert torch.equal(inputs.mean, given_gram)
+
+
+@given(rows=st.integers(1, 3), columns=st.integers(1, 13), data=st.data())
+def test_the_two_largest_are_those_of_the_rule(rows, columns, data):
+    """Small whole numbers: ties of all kinds, zeros among them. The rule's version is compared with."""
+    entries = st.lists(st.integers(-3, 3), min_size=rows * columns, max_size=rows * columns)
+    matrix = torch.tensor(data.draw(entries), dtype=torch.float32).reshape(rows, columns)
+    mask = _in_order(_two_largest(_in_quarters(matrix)))[:, :columns]
+    assert torch.equal(mask, keep_best(matrix.abs()))
 
 
 # The weight update

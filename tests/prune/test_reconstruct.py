@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from twofour.calibrate.blocks import Block, Call, run_blocks
 from twofour.errors import InputError
 from twofour.pattern import check_pattern
-from twofour.prune import chosen_method, options_of, prune_
+from twofour.prune import chosen_method, options_of, prune_, reconstruct
 from twofour.prune.admm import ADMM
 from twofour.prune.best import Best
 from twofour.prune.magnitude import Magnitude
@@ -84,20 +85,50 @@ def test_norms_and_biases_stay_where_asked():
             assert torch.equal(parameter, before.get_parameter(name)) == (name != "up.weight"), name
 
 
-@pytest.mark.parametrize("rate", [50.0, 1e30])
-def test_the_guard_takes_a_harmful_tuning_back(rate):
-    """1e30 also gives NaN on the way."""
+def test_the_guard_takes_a_harmful_tuning_back():
+    """So large a rate gives NaN on the way, in the second attempt as well."""
     block = pruned_mixer()
     before = copy.deepcopy(block.module)
-    done = reconstruct_(block, dataclasses.replace(QUICK, rate=rate))
+    done = reconstruct_(block, dataclasses.replace(QUICK, rate=1e30))
     assert not done.kept
     assert done.changed == ()
     assert done.error_after == done.error_before
     for name, parameter in block.module.named_parameters():
         assert torch.equal(parameter, before.get_parameter(name)), name
     unguarded = pruned_mixer()
-    assert reconstruct_(unguarded, dataclasses.replace(QUICK, rate=rate, guard=False)).kept
+    assert reconstruct_(unguarded, dataclasses.replace(QUICK, rate=1e30, guard=False)).kept
     assert not torch.equal(unguarded.module.up.weight, before.up.weight)
+
+
+def test_what_overshoots_goes_back_part_of_the_way():
+    """At this rate the tuned weights themselves are worse on the windows held out than the old ones."""
+    wild = dataclasses.replace(QUICK, rate=5.0, rounds=1)
+    block, unguarded = pruned_mixer(), pruned_mixer()
+    start = copy.deepcopy(block.module)
+    done, whole = reconstruct_(block, wild), reconstruct_(unguarded, dataclasses.replace(wild, guard=False))
+    assert whole.error_after > whole.error_before
+    assert done.kept
+    assert done.error_after < 0.97 * done.error_before
+    moved, whole_way = ((m.up.weight - start.up.weight).detach() for m in (block.module, unguarded.module))
+    share = float((moved * whole_way).sum() / whole_way.square().sum())
+    assert 0 < share < 0.9
+    torch.testing.assert_close(moved, share * whole_way, rtol=1e-3, atol=1e-6)
+    assert (block.module.up.weight[start.up.weight == 0] == 0).all()
+
+
+def test_a_tuning_that_blew_up_ends_early(monkeypatch):
+    """After the rise of the learning rate, and the second attempt, in smaller steps, goes to the end."""
+    steps = []
+    schedule = reconstruct._schedule
+    monkeypatch.setattr(
+        reconstruct, "_schedule", lambda step, count: steps.append(step) or schedule(step, count)
+    )
+    done = reconstruct_(pruned_mixer(), dataclasses.replace(QUICK, rate=8.0, rounds=1))
+    count = QUICK.epochs * 14  # of 16 batches two are held out
+    risen = math.ceil(reconstruct.WARM_UP * count)
+    assert steps == [*range(risen + 1), *range(count)]
+    assert done.kept
+    assert done.error_after < done.error_before
 
 
 def test_another_round_while_what_is_learnt_carries_over():

@@ -13,6 +13,14 @@ in the first `mask_iterations` steps only: the pattern is not convex and would f
 fixed mask the steps do converge. What they leave over is removed by some steps of conjugate gradients on
 exactly the chosen weights (`refit`). Nothing promises that a row ends better than where it started, at
 Wanda's mask; the few that do not go back there.
+
+Two changes of form make a step little more than its product. With S = W + V, the two kept of each four are
+those of Z, the others those of the new V, and Z - V is S with the sign of the others turned:
+
+    S = A + V + (Z - V - A)·rho·(H + rho·I)⁻¹
+
+And the columns are sorted: first those that come first in their groups of four, then the second ones, and so
+on ("in quarters"). The four of a group are then compared by comparing four contiguous pieces.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from torch import Tensor
 
 from twofour.calibrate.statistics import Gram
 from twofour.errors import InputError
-from twofour.pattern import keep_best, require_finite
+from twofour.pattern import require_finite
 from twofour.prune.hessian import damped_cholesky, require_inputs
 
 
@@ -60,53 +68,63 @@ class ADMM:
             (self.name, self.damping, matrix.device),
             lambda: _problem(known, self.damping, matrix.device, layer),
         )
-        hessian, rho = problem.hessian, problem.rho
         # Scaled weights are Wanda's scores, and the scaled Gram matrix has ones on its diagonal. A channel
         # that never fires gets weight zero: it makes no difference, and its place is better used.
-        dense = matrix.detach().float() * problem.norms
-        target = dense @ hessian
+        dense = _in_quarters(matrix.detach().float()) * problem.norms
+        solved = dense - dense @ problem.tied
 
-        weight, disagreement = dense, torch.zeros_like(dense)
+        wish = dense
         for step in range(self.iterations):
-            wish = weight + disagreement
             if step < self.mask_iterations:
-                mask = keep_best(wish.abs())
-            pruned = wish.where(mask, 0.0)
+                mask = _two_largest(wish)
+                ones = mask.float()  # products with it are twice as fast as choosing by the mask
             if step == 0:
-                start = pruned
-            disagreement = wish - pruned
+                start = wish.where(mask, 0.0)
             if step + 1 < self.iterations:
-                weight = (target + rho * (pruned - disagreement)) @ problem.inverse
-        worse = problem.error(pruned - dense) > problem.error(start - dense)
-        pruned = start.where(worse[:, None], pruned)
-        fitted = _refit(pruned, pruned != 0, target, hessian, self.refit)
+                kept = wish * ones
+                disagreement = wish - kept
+                wish = (solved + disagreement).addmm_(kept.sub_(disagreement), problem.tied)
+        pruned = wish.where(mask, 0.0)
+
+        error_start, pull_start = problem.error(dense - start)
+        error, pull = problem.error(dense - pruned)
+        better = error <= error_start
+        error = error.where(better, error_start)
+        pruned, pull = pruned.where(better[:, None], start), pull.where(better[:, None], pull_start)
+        fitted = _refit(pruned, pull, problem.hessian, self.refit)
         # The refit lowers the damped error. Where the damping is most of a row's error, that may cost the
         # row some of the error proper.
-        worse = problem.error(fitted - dense) > problem.error(pruned - dense)
-        fitted = pruned.where(worse[:, None], fitted)
-        return (fitted * problem.inverse_norms).where(fitted != 0, 0.0).to(matrix.dtype)
+        better = problem.error(dense - fitted)[0] <= error
+        fitted = fitted.where(better[:, None], pruned)
+        found = (fitted * problem.inverse_norms).where(fitted != 0, 0.0)
+        return _in_order(found)[:, : matrix.shape[1]].to(matrix.dtype)
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """What all layers with the same inputs share: the scaled and damped Hessian and what comes of it."""
+    """What all layers with the same inputs share: the scaled and damped Hessian and what comes of it.
+
+    All in quarters.
+    """
 
     norms: Tensor
     inverse_norms: Tensor
     hessian: Tensor
-    inverse: Tensor  # of hessian + rho·I
+    tied: Tensor  # rho times the inverse of hessian + rho·I
     added: float  # to the diagonal of the Hessian
-    rho: float
 
-    def error(self, change: Tensor) -> Tensor:
-        """The squared error of every row's outputs, without damping: [rows]."""
-        return (change @ self.hessian).mul_(change).sum(1) - self.added * change.square().sum(1)
+    def error(self, lost: Tensor) -> tuple[Tensor, Tensor]:
+        """The squared error of every row's outputs, without damping: [rows]. And `lost` times the Hessian."""
+        pull = lost @ self.hessian
+        return (pull * lost).sum(1) - self.added * lost.square().sum(1), pull
 
 
 def _problem(inputs: Gram, damping: float, device: torch.device, layer: str | None) -> _Problem:
-    norms = inputs.channel_norms.to(device)
+    norms = _in_quarters(inputs.channel_norms.to(device))
     inverse_norms = torch.where(norms > 0, 1 / norms, 0.0)
-    hessian = inputs.mean.to(device) * inverse_norms[:, None] * inverse_norms
+    hessian = _in_quarters(_in_quarters(inputs.mean.to(device)).mT)  # symmetric: its own transpose
+    # Of four columns this is the Gram matrix itself, so the first product must not be in place.
+    hessian = (hessian * inverse_norms[:, None]).mul_(inverse_norms)
     hessian.diagonal().fill_(1.0)  # up to rounding so already, but for channels that never fire
     factor, added = damped_cholesky(hessian, damping, layer)
     hessian.diagonal().add_(added)
@@ -116,24 +134,62 @@ def _problem(inputs: Gram, damping: float, device: torch.device, layer: str | No
     # and many small ones, and the geometric mean sits where most of them are. On random problems it was
     # close to the best rho from flat spectra to one dominant direction; 1 was up to eight times worse.
     rho = float(factor.diagonal()[norms > 0].log().mean().mul(2).exp())
-    tied = hessian.clone()
-    tied.diagonal().add_(rho)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(tied))
-    return _Problem(norms, inverse_norms, hessian, inverse, added, rho)
+    sum_of_both = hessian.clone()
+    sum_of_both.diagonal().add_(rho)
+    tied = torch.cholesky_inverse(torch.linalg.cholesky(sum_of_both)).mul_(rho)
+    return _Problem(norms, inverse_norms, hessian, tied, added)
 
 
-def _refit(weight: Tensor, mask: Tensor, target: Tensor, hessian: Tensor, steps: int) -> Tensor:
-    """Conjugate gradients for W·H = target on the kept weights, every row a system of its own.
+def _in_quarters(x: Tensor) -> Tensor:
+    """The last dimension sorted by the place in the group of four; a last group that is short gets zeros.
 
-    Removed weights stay out because the residual is masked: that is CG on each row's own submatrix of H
-    without ever cutting it out. The usual preconditioner, the diagonal of H, is the scaling of the columns
-    done before. Every step lowers the error, so it can be stopped anywhere.
+    Those are then channels that never fire.
     """
-    residual = (target - weight @ hessian).where(mask, 0.0)
+    short = -x.shape[-1] % 4
+    if short:
+        x = torch.nn.functional.pad(x, (0, short))
+    return x.unflatten(-1, (-1, 4)).mT.flatten(-2)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """The other way round."""
+    return x.unflatten(-1, (4, -1)).mT.flatten(-2)
+
+
+def _two_largest(wish: Tensor) -> Tensor:
+    """The mask that keeps the two weights of every group that are largest in size, in quarters.
+
+    Of equal ones the left stay, as in `twofour.pattern.keep_best`: a weight goes if at least two others beat
+    it, and one to the right of it beats it only if it is larger.
+    """
+    pieces = wish.abs().unflatten(-1, (4, -1))
+    a, b, c, d = pieces.unbind(-2)
+    b_a, c_a, d_a, c_b, d_b, d_c = b > a, c > a, d > a, c > b, d > b, d > c  # which beats which
+    mask = torch.empty(pieces.shape, dtype=torch.bool, device=wish.device)
+    keep_a, keep_b, keep_c, keep_d = mask.unbind(-2)
+    # Two of three are true if the first two are, or the third and one of these. A weight stays if it is not
+    # so of those that beat it, or, the same, if it is so of those that it beats.
+    torch.logical_not((b_a & c_a) | (d_a & (b_a | c_a)), out=keep_a)
+    torch.logical_not((c_b & d_b) | (~b_a & (c_b | d_b)), out=keep_b)
+    torch.logical_or(c_a & c_b, ~d_c & (c_a | c_b), out=keep_c)
+    torch.logical_or(d_a & d_b, d_c & (d_a | d_b), out=keep_d)
+    return mask.flatten(-2)
+
+
+def _refit(weight: Tensor, pull: Tensor, hessian: Tensor, steps: int) -> Tensor:
+    """Conjugate gradients for W·H = A·H on the weights that are not zero, every row a system of its own.
+
+    `pull` is what is missing at the start, (A - W)·H. Removed weights stay out because the residual is
+    masked: that is CG on each row's own submatrix of H without ever cutting it out. The usual preconditioner,
+    the diagonal of H, is the scaling of the columns done before. Every step lowers the error, so it can be
+    stopped anywhere.
+    """
+    ones = (weight != 0).float()
+    residual = pull * ones
     direction = residual
     size = residual.square().sum(1, keepdim=True)
     for _ in range(steps):
-        image = (direction @ hessian).where(mask, 0.0)
+        image = (direction @ hessian).mul_(ones)
         curvature = (direction * image).sum(1, keepdim=True)
         # A row that is solved, or all zeros, has no direction left: 0/0.
         length = torch.where(curvature > 0, size / curvature, 0.0)

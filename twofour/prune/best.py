@@ -6,7 +6,7 @@ guard. Which parts are in it, and what each is worth, was measured: docs/prune.m
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -16,13 +16,20 @@ from twofour.prune.admm import ADMM
 from twofour.prune.hessian import require_inputs
 from twofour.prune.reconstruct import Reconstruct
 
+#: A few steps less than `admm` by itself: the tuning moves what the last ones would settle.
+LAYERS = ADMM(iterations=24)
+
+#: Short rounds, and more of them: where there is little text a third pass mostly learns it by heart, and
+#: where there is enough the next round says so.
+TUNING = Reconstruct(epochs=2, rounds=4)
+
 
 @dataclass(frozen=True)
 class Best:
     """Options of the two steps: `layers`, one by one, and `reconstruct`, the block as a whole."""
 
-    layers: ADMM = field(default_factory=ADMM)
-    reconstruct: Reconstruct = field(default_factory=Reconstruct)
+    layers: ADMM = LAYERS
+    reconstruct: Reconstruct = TUNING
 
     name: ClassVar[str] = "best"
     needs_inputs: ClassVar[bool] = True

@@ -18,9 +18,16 @@ direction of the output; the row's output moves by n·rate against its size of �
 learning rate is relative to the size of the tensor's weights and to 1/√n: the same share of the output in
 every model, wide or narrow.
 
-The guard: a part of the windows is not tuned on. If the block's output error on them did not fall, it is
-tried once more in smaller steps, and if that does not help either, the block keeps the weights that it had.
-With little text that is what happens: a block has enough weights to learn a few thousand tokens by heart.
+The first steps decide. Adam begins with steps of full length, whatever the gradient, in all weights at once.
+In some blocks, where states of a few tokens are huge and nearly cancel, one such step multiplies the error by
+twenty, and the gradients seen there spoil Adam's averages for the rest of the way. So the learning rate rises
+slowly, and a tuning that has blown up all the same ends when the rise does and begins anew in smaller steps.
+
+The guard: a part of the windows is not tuned on. How far to go on the way from the old weights to the tuned
+ones is decided by the block's output error on these windows (`way_back.py`). If it is lowest at the start,
+there is another attempt in smaller steps, and if that does not help either, the block keeps the weights that
+it had. With little text it ends close to the start: a block has enough weights to learn a few thousand tokens
+by heart.
 
 How long to tune depends on the same question, whether the text says more than the block can learn by heart.
 So it goes by rounds of some epochs: as long as most of what was gained on the windows tuned on was gained on
@@ -42,9 +49,13 @@ from torch import Tensor, nn
 from twofour.calibrate import parallel
 from twofour.calibrate.blocks import Block, Call
 from twofour.errors import InputError
+from twofour.prune.way_back import go_back_, restore_
 
 #: The first part of the steps over which the learning rate rises: Adam knows little of the gradients yet.
-WARM_UP = 0.05
+WARM_UP = 0.3
+
+#: How many times the error at the start the mean over these steps must reach for the tuning to be given up.
+BLOWN_UP = 2.0
 
 #: How much smaller the steps of the second attempt are.
 SECOND_ATTEMPT = 0.125
@@ -156,16 +167,18 @@ def reconstruct_(
         def attempt(best: float, scale: float, turn: int) -> float:
             """Tune for a round. The error on the windows held out: `best`, if it did not get lower."""
             saved = [parameter.detach().clone() for parameter in parameters]
-            _tune(block, parameters, [scale * rate for rate in rates], batches[:tuned_on], options, turn)
-            error = _error(block, checked)
-            if error < best or not options.guard:
-                return error
-            for parameter, old in zip(parameters, saved, strict=True):  # also if the error is NaN
-                parameter.data.copy_(old)
+            scaled = [scale * rate for rate in rates]
+            limit = BLOWN_UP * before if options.guard else math.inf
+            finished = _tune(block, parameters, scaled, batches[:tuned_on], options, turn, limit)
+            if not options.guard:
+                return _error(block, checked)
+            if finished:
+                return go_back_(parameters, saved, best, lambda: _error(block, checked))
+            restore_(parameters, saved)
             return best
 
         probe = batches[: min(held, tuned_on)]
-        probe_before = _error(block, probe)
+        probe_before = _error(block, probe) if options.rounds > 1 else 0.0
         rounds = 1
         after = attempt(before, 1.0, 0)
         if after == before:
@@ -196,10 +209,12 @@ def _tune(
     batches: list[Batch],
     options: Reconstruct,
     turn: int,
-) -> None:
+    limit: float,
+) -> bool:
     """Adam over the batches in random order, the learning rates falling along a cosine.
 
-    Zeros of matrices stay zeros.
+    Zeros of matrices stay zeros. It ends early, with False, if the mean error of the first steps is above
+    the limit.
     """
     # As a product with ones and zeros, which is ten times as fast as filling where a mask says so.
     kept = [(p, (p.detach() != 0).float()) for p in parameters if p.dim() > 1]
@@ -212,6 +227,9 @@ def _tune(
     adam = torch.optim.Adam(groups, fused=True)
     random = torch.Generator().manual_seed((options.seed * 1_000_003 + block.number) * 101 + turn)
     steps = options.epochs * len(batches)
+    risen = math.ceil(WARM_UP * steps)
+    total = torch.zeros((), device=block.device)
+    finished = True
     order: list[int] = []
     for step in range(steps):
         if not order:
@@ -220,7 +238,13 @@ def _tune(
         for group in adam.param_groups:
             group["lr"] = share * group["highest"]
         adam.zero_grad()
-        _loss(block, *batches[order.pop()]).backward()
+        loss = _loss(block, *batches[order.pop()])
+        if step < risen:
+            total += loss.detach()
+        elif step == risen and not parallel.mean(float(total)) <= limit * risen:  # also if it is NaN
+            finished = False
+            break
+        loss.backward()
         for parameter in parameters:
             if parameter.grad is not None:
                 parallel.mean_(parameter.grad)
@@ -234,6 +258,7 @@ def _tune(
         weight.data.masked_fill_(ones == 0, 0.0)
     for parameter, flag in zip(block.module.parameters(), wanted, strict=True):
         parameter.requires_grad_(flag)
+    return finished
 
 
 def _schedule(step: int, steps: int) -> float:
