@@ -11,19 +11,25 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import twofour as package
+from twofour.calibrate.blocks import run_blocks
 from twofour.calibrate.text import read_documents
 from twofour.calibrate.windows import sample_windows
 from twofour.errors import InputError
 from twofour.io.check import check
+from twofour.io.checkpoint import Checkpoint
 from twofour.io.load import load_causal_lm
 from twofour.io.prune import prune_checkpoint
 from twofour.io.prune_calibrated import CalibrationOptions
 from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
+from twofour.io.streamed import open_streamed
+from twofour.io.structure import checkpoint_layers
 from twofour.nn.lowrank import add_lowrank_
 from twofour.nn.quantized import QuantizedLinear
 from twofour.packed import unpack
 from twofour.pattern import check_pattern
+from twofour.quantize import smooth_
 from twofour.quantize.schemes import SCHEMES
+from twofour.quantize.smooth import Smoothing
 
 TOKENS = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(0))
 TEXT = "the quick brown fox jumps over the lazy dog and says: 2 of 4 is enough. " * 40
@@ -38,6 +44,15 @@ def text(tmp_path):
 
 def calibration(text):
     return CalibrationOptions(text, samples=6, seqlen=32)
+
+
+def with_outliers(directory):
+    """Something to smooth: a large channel behind a norm, and one that down_proj reads."""
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.0.input_layernorm.weight"][5] = 40.0
+    for number in range(2):
+        tensors[f"model.layers.{number}.mlp.up_proj.weight"][7] *= 40
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def logits(directory, **options):
@@ -92,9 +107,13 @@ def test_command_check_load_and_save_again(name, pruned, tmp_path, twofour):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_text_in_memory_and_on_disk_give_the_same(name, pruned, text, tmp_path):
-    options = QuantizeOptions(name)
-    quantize_checkpoint(pruned, tmp_path / "disk", options, calibration=calibration(text))
+def test_text_in_memory_and_on_disk_give_the_same(name, pruned, text, tmp_path, monkeypatch):
+    """int8 is smoothed in both; on disk that takes no more than a block in memory."""
+    with_outliers(pruned)
+    with monkeypatch.context() as patch:
+        patch.setattr("twofour.io.prune_calibrated.load_causal_lm", None)  # must not be needed
+        options = QuantizeOptions(name)
+        quantize_checkpoint(pruned, tmp_path / "disk", options, calibration=calibration(text))
     assert not list(tmp_path.glob(".disk*"))
     model, tokenizer = load_causal_lm(pruned, "cpu")
     windows = sample_windows(tokenizer, read_documents(text), 6, 32)
@@ -103,6 +122,8 @@ def test_text_in_memory_and_on_disk_give_the_same(name, pruned, text, tmp_path):
         assert torch.equal(model(TOKENS).logits, logits(tmp_path / "disk"))
     masks = load_file(pruned / "model.safetensors")
     stored = load_file(tmp_path / "disk" / "model.safetensors")
+    norm = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(stored[norm], masks[norm]) == (name == "int4")
     for key, weight in masks.items():
         base = key.removesuffix("weight")
         if f"{base}weight_values" in stored:
@@ -183,34 +204,110 @@ def test_tuning_never_adds_error_and_keeps_masks(name, pruned, text, tmp_path, t
         torch.testing.assert_close(model(TOKENS).logits, logits(tmp_path / "out"), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize(("smooth", "tune"), [(False, False), (True, False), (True, True)])
-def test_resume_gives_the_same_bits(smooth, tune, pruned, text, tmp_path):
+@torch.no_grad()
+def test_smoothing_on_disk_gives_the_factors_of_a_whole_model(pruned, text):
+    with_outliers(pruned)
+    whole, tokenizer = load_causal_lm(pruned, "cpu")
+    windows = sample_windows(tokenizer, read_documents(text), 6, 32)
+    names = smooth_(whole, windows)
+    checkpoint = Checkpoint(pruned)
+    layers = list(checkpoint_layers(checkpoint).by_tensor.values())
+    streamed, _, weights = open_streamed(checkpoint, layers, None)
+    smoothing = Smoothing(streamed)
+
+    def compare(block):
+        for name, parameter in block.module.named_parameters():
+            assert torch.equal(parameter, whole.get_parameter(f"{block.name}.{name}")), name
+
+    run_blocks(streamed, layers, windows, compare, prepare=smoothing, weights=weights)
+    assert smoothing.makers == names
+    assert "model.layers.0.input_layernorm" in names
+    assert "model.layers.1.mlp.up_proj" in names
+
+
+@pytest.mark.parametrize(
+    ("smooth", "tune", "exclude"),
+    [
+        (False, False, ()),
+        (None, False, ()),
+        (True, True, ()),
+        (True, False, ("*.up_proj",)),  # its rows are divided all the same
+    ],
+)
+def test_resume_gives_the_same_bits(smooth, tune, exclude, pruned, text, tmp_path):
     options = QuantizeOptions("int8", smooth=smooth, tune=tune)
-    tensors = load_file(pruned / "model.safetensors")
-    tensors["model.layers.0.input_layernorm.weight"][5] = 40.0  # something to smooth
-    save_file(tensors, pruned / "model.safetensors", metadata={"format": "pt"})
+    with_outliers(pruned)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    quantize_checkpoint(pruned, whole, options, calibration=calibration(text))
+    quantize_checkpoint(pruned, whole, options, exclude=exclude, calibration=calibration(text))
 
     def stop_after_one(done, total, label):
         if label == "block 0":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(pruned, cut, options, calibration=calibration(text), on_progress=stop_after_one)
+        quantize_checkpoint(
+            *(pruned, cut, options, (), exclude),
+            calibration=calibration(text),
+            on_progress=stop_after_one,
+        )
     assert not cut.exists()
     assert (tmp_path / ".cut.blocks" / "block-0000.safetensors").exists()
-    quantize_checkpoint(pruned, cut, options, calibration=calibration(text), resume=True)
+    quantize_checkpoint(pruned, cut, options, exclude=exclude, calibration=calibration(text), resume=True)
     first, second = (load_file(x / "model.safetensors") for x in (whole, cut))
     assert first.keys() == second.keys()
     for key in first:
         assert torch.equal(first[key].view(torch.uint8), second[key].view(torch.uint8)), key
-    if smooth:
+    if smooth is not False:
         old = load_file(pruned / "model.safetensors")
-        key = "model.layers.0.input_layernorm.weight"
         wanted, got = logits(pruned), logits(whole)
-        assert not torch.equal(first[key], old[key])
+        changed = ["model.layers.0.input_layernorm.weight"]
+        changed += [f"model.layers.{number}.mlp.up_proj.weight" for number in range(2) if exclude]
+        assert not any(torch.equal(first[key], old[key]) for key in changed)
         assert float((got - wanted).norm() / wanted.norm()) < 0.08
+
+
+SMOOTHED = [
+    ("int8", (), True),
+    ("int8", ("--no-smooth",), False),
+    ("fp8", (), False),
+    ("fp8", ("--smooth",), True),
+    ("int4", ("--no-smooth",), None),
+]
+
+
+@pytest.mark.parametrize(("scheme", "flags", "recorded"), SMOOTHED)
+def test_what_is_smoothed_by_default(scheme, flags, recorded, pruned, text, tmp_path, twofour):
+    with_outliers(pruned)
+    how = ("--scheme", scheme, "--calib", text, "--samples", 4, "--seqlen", 32, "--rounding", "nearest")
+    ran = twofour("quantize", pruned, tmp_path / "out", *how, *flags, "--json")
+    assert ran.status == 0, ran.err
+    assert ran.json["options"].get("smooth") is recorded
+    before, stored = (load_file(x / "model.safetensors") for x in (pruned, tmp_path / "out"))
+    norm = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(before[norm], stored[norm]) is not bool(recorded)
+
+
+def test_pruning_with_a_scheme_smooths_as_well(dense, text, tmp_path, twofour):
+    with_outliers(dense)
+    how = ("--scheme", "int8", "--calib", text, "--samples", 4, "--seqlen", 32)
+    ran = twofour("prune", dense, tmp_path / "out", *how, "--json")
+    assert ran.status == 0, ran.err
+    assert ran.json["options"]["smooth"] is True
+    before, stored = (load_file(x / "model.safetensors") for x in (dense, tmp_path / "out"))
+    norm = "model.layers.0.input_layernorm.weight"
+    assert not torch.equal(before[norm], stored[norm])
+    assert twofour("check", tmp_path / "out").status == 0
+
+
+def test_smoothing_helps_where_channels_are_large(pruned, text, tmp_path):
+    with_outliers(pruned)
+    wanted = logits(pruned)
+    errors = {}
+    for smooth in (False, None):
+        options = QuantizeOptions("int8", smooth=smooth)
+        quantize_checkpoint(pruned, tmp_path / str(smooth), options, calibration=calibration(text))
+        errors[smooth] = float((logits(tmp_path / str(smooth)) - wanted).norm())
+    assert errors[None] < 0.8 * errors[False]
 
 
 def test_any_module_saves_and_loads(tmp_path):

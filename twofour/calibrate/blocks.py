@@ -163,6 +163,7 @@ def run_blocks(
     device: torch.device | str = "cpu",
     batch: int | None = None,
     follow: float | None = None,
+    prepare: Change | None = None,
     finished: int = 0,
     restore: Callable[[int], None] | None = None,
     weights: Weights | None = None,
@@ -172,7 +173,8 @@ def run_blocks(
 
     The first `finished` blocks were changed in an earlier run: `restore` puts the new weights of one back,
     after what the old ones give was seen, and the windows only pass through. Blocks get targets if there is
-    a `follow`, from 0 (the block) to 1 (the model). `weights` brings those of a block that are not in memory.
+    a `follow`, from 0 (the block) to 1 (the model). `prepare` comes just before `change`, and may put a block
+    into another form that gives the same. `weights` brings those of a block that are not in memory.
     """
     name, blocks = find_blocks(model, layers)
     outside = [layer.name for layer in layers if not layer.name.startswith(f"{name}.")]
@@ -218,8 +220,11 @@ def run_blocks(
                 if restore is not None:
                     restore(number)
             elif todo:
-                change(Block(number, prefix[:-1], block, own, grams, calls, targets, device, origins))
-                del grams, origins  # gigabytes, in a large model
+                turn = Block(number, prefix[:-1], block, own, grams, calls, targets, device, origins)
+                if prepare is not None:
+                    prepare(turn)
+                change(turn)
+                del turn, grams, origins  # gigabytes, in a large model
             if number + 1 < len(blocks):
                 pass_through(block, calls, shelf)
             weights.release(number, block)

@@ -72,6 +72,13 @@ def sum_(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def max_(tensor: Tensor) -> Tensor:
+    """The largest of all processes, element by element, in place."""
+    if active():
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor
+
+
 def mean_(tensor: Tensor) -> Tensor:
     """The mean over all processes, in place."""
     return sum_(tensor).div_(dist.get_world_size()) if active() else tensor

@@ -70,6 +70,11 @@ class Gram:
         self.mean.lerp_(others, 1 - own)
         self._derived.clear()
 
+    def divide(self, channels: Tensor) -> None:
+        """The inputs are divided by these from now on, channel by channel."""
+        self.mean.div_(channels).div_(channels[:, None])
+        self._derived.clear()
+
     def derived(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
         """What a method makes of the matrix (a factor, an inverse), made once for all layers that share it.
 

@@ -62,8 +62,13 @@ def command(
         ),
     ] = None,
     smooth: Annotated[
-        bool, typer.Option("--smooth", help="int8, fp8: move scale from activations into weights.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--smooth/--no-smooth",
+            help="int8, fp8: move scale from activations into weights. Default: int8 with text.",
+            show_default=False,
+        ),
+    ] = None,
     tune: Tune = False,
     include: Include = None,
     exclude: Exclude = None,

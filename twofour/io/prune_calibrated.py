@@ -173,15 +173,14 @@ def open_for_calibration(
     layers: CheckpointLayers,
     calibration: CalibrationOptions,
     on_progress: OnProgress = silent,
-    whole: bool = False,
 ) -> tuple[Any, Tensor, StreamedBlocks | None]:
-    """The model, the windows of text, and who brings the blocks, unless the `whole` model is in memory."""
+    """The model, the windows of text, and who brings the blocks, unless the whole model is in memory."""
     documents = None if str(calibration.calib) == SELF else read_documents(calibration.calib)
     wide = 2 * checkpoint.nbytes <= FLOAT32_UP_TO
     dtype = torch.float32 if wide else None
     # To write text the whole model has to run; otherwise a block at a time is enough.
     streamed = None
-    if documents is not None and not whole:
+    if documents is not None:
         streamed = open_streamed(checkpoint, list(layers.by_tensor.values()), dtype)
     if streamed is not None:
         model, tokenizer, weights = streamed

@@ -33,9 +33,10 @@ from twofour.nn.quantized import put_quantized_
 from twofour.packed import Packed24
 from twofour.progress import OnProgress, silent
 from twofour.prune.reconstruct import Reconstructed
-from twofour.quantize import Rounding, Scheme, quantize_matrix, scheme_named, smooth_
+from twofour.quantize import Rounding, Scheme, quantize_matrix, scheme_named
 from twofour.quantize.blocks import Rounded, quantize_blocks, relative_error
 from twofour.quantize.rounding import require_two_four
+from twofour.quantize.smooth import Smoothing
 from twofour.quantize.tune import TUNING
 from twofour.select import Layer, require_layers, select
 
@@ -49,17 +50,19 @@ LEAST = 3 / 16
 class QuantizeOptions:
     """`scheme` as in quantize/schemes.py; without `rounding` compensated if there is text, else nearest.
 
-    `joint` rounding takes a dense model and prunes it. `smooth`: scale moves from activations into weights.
-    `tune`: each block is tuned as a whole after its layers are rounded (quantize/tune.py).
+    `joint` rounding takes a dense model and prunes it. `smooth`: scale moves from activations into weights;
+    None is yes for int8 with text, where large channels leave the others few codes, and otherwise no: in fp8
+    every number has an exponent of its own. `tune`: each block is tuned as a whole after its layers are
+    rounded (quantize/tune.py).
     """
 
     scheme: str | Scheme
     group: int | None = None
     rounding: Rounding | None = None
-    smooth: bool = False
+    smooth: bool | None = None
     tune: bool = False
 
-    def settled(self, has_text: bool) -> tuple[Scheme, Rounding]:
+    def settled(self, has_text: bool) -> tuple[Scheme, Rounding, bool]:
         """What it comes to, after refusing what cannot be."""
         scheme = scheme_named(self.scheme, self.group)
         rounding = self.rounding or ("compensated" if has_text else "nearest")
@@ -71,7 +74,8 @@ class QuantizeOptions:
                 f"{scheme.name} leaves activations as they are, so there is nothing to smooth.",
                 hint="Leave smoothing out.",
             )
-        return scheme, rounding
+        by_default = has_text and scheme.rounds_activations and scheme.codes == "int8"
+        return scheme, rounding, by_default if self.smooth is None else self.smooth
 
 
 def quantize_(
@@ -81,7 +85,7 @@ def quantize_(
     *,
     group: int | None = None,
     rounding: Rounding | None = None,
-    smooth: bool = False,
+    smooth: bool | None = None,
     tune: bool = False,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -97,10 +101,12 @@ def quantize_(
     )
 
     `windows` [samples, length] are tokens of calibration text: with them errors are compensated, as 4 bits
-    need it, and with `tune` each block is tuned as a whole as well. `rounding="joint"` takes a dense model
-    and prunes it on the way. Experts that are stored as one tensor are taken apart, as by `pack_`.
+    need it, int8 is smoothed (see `QuantizeOptions`), and with `tune` each block is tuned as a whole as well.
+    `rounding="joint"` takes a dense model and prunes it on the way. Experts that are stored as one tensor are
+    taken apart, as by `pack_`.
     """
-    chosen, how = QuantizeOptions(scheme, group, rounding, smooth, tune).settled(windows is not None)
+    options = QuantizeOptions(scheme, group, rounding, smooth, tune)
+    chosen, how, smoothed = options.settled(windows is not None)
     _refuse_corrections(lowrank_layers(model))
     with opened_experts(model) as experts:
         layers = require_layers(select(model, include, exclude)).layers
@@ -122,10 +128,9 @@ def quantize_(
             if how != "joint":  # all are looked at before the first is changed
                 for layer, weight in weights.items():
                     require_two_four(layer.to_matrix(weight.detach()), layer.name)
-            if smooth:
-                smooth_(model, windows, include, exclude)
             quantize_blocks(
                 *(model, layers, windows, chosen, how, keep),
+                prepare=Smoothing(model) if smoothed else None,
                 device=next(iter(weights.values())).device,
                 tune=TUNING if tune else None,
                 on_progress=on_progress,
@@ -156,7 +161,7 @@ def quantize_checkpoint(
     Quantized are the layers that `pack` would pack. One that is not 2:4 is an error that names it, unless the
     rounding is joint, which prunes: then the step is one of `prune`, and the source is the dense model.
     """
-    scheme, rounding = options.settled(calibration is not None)
+    scheme, rounding, smooth = options.settled(calibration is not None)
     checkpoint = Checkpoint(source)
     require_new(Path(out))
     if is_packed(checkpoint.config):
@@ -167,7 +172,9 @@ def quantize_checkpoint(
     joint = rounding == "joint"
     recorded: dict[str, Any] = {"scheme": scheme.name, "group": scheme.group}
     recorded |= {"method": "joint"} if joint else {"rounding": rounding}
-    recorded |= {key: True for key in ("smooth", "tune") if getattr(options, key)}
+    # What it would be by default is not the same for all of these, so it is said.
+    recorded |= {"smooth": smooth} if calibration and scheme.rounds_activations else {}
+    recorded |= {"tune": True} if options.tune else {}
     recorded |= calibration.as_recorded() if calibration else {}
     described = {**recorded, "layers": sorted(layers.by_tensor)}
     stubs = stub(modules)
@@ -211,7 +218,7 @@ def quantize_checkpoint(
     try:
         quantize_into(
             *(work, checkpoint, layers, scheme, rounding, calibration, described),
-            smooth=options.smooth,
+            smooth=smooth,
             tune=TUNING if options.tune else None,
             resume=resume,
             on_progress=on_progress,

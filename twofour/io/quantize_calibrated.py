@@ -1,8 +1,8 @@
 """Quantize a checkpoint on calibration text: block by block, each layer on what the rounded ones before give.
 
 What a block gave is on disk when it is done (`.OUT.blocks/`), for `resume`: the codes and scales of its
-layers, and the norms and biases that were tuned with them. Smoothed norms are in a file of their own: they
-come before the first block, and a resumed run makes them again.
+layers, and what else of the block was smoothed or tuned with them: norms, biases, and rows of layers that are
+not rounded.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from twofour.calibrate.blocks import Block
-from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.prune_calibrated import (
     CalibrationOptions,
@@ -33,8 +32,9 @@ from twofour.io.structure import CheckpointLayers
 from twofour.packed import unpack
 from twofour.progress import OnProgress
 from twofour.prune.reconstruct import Reconstruct, Reconstructed
-from twofour.quantize import Quantized, Rounding, Scheme, smooth_
+from twofour.quantize import Quantized, Rounding, Scheme
 from twofour.quantize.blocks import Rounded, quantize_blocks
+from twofour.quantize.smooth import Smoothing
 from twofour.select import Layer
 
 #: What a quantized layer is in a file.
@@ -56,7 +56,7 @@ def quantize_into(
     on_progress: OnProgress,
 ) -> None:
     """Leave the codes of every block in `work`, with notes about each layer. `options` tell runs apart."""
-    model, windows, weights = open_for_calibration(checkpoint, layers, calibration, on_progress, whole=smooth)
+    model, windows, weights = open_for_calibration(checkpoint, layers, calibration, on_progress)
     finished = finished_blocks(work, options) if resume else 0
     if not finished:
         shutil.rmtree(work, ignore_errors=True)
@@ -64,9 +64,8 @@ def quantize_into(
         (work / "options.json").write_text(json.dumps(options))
     keys = {layer: key for key, layer in layers.by_tensor.items()}
     beside = parameters_in_files(model, checkpoint)
+    smoothing = Smoothing(model, beside.__contains__) if smooth else None
     with FilesBehind() as files:
-        if smooth and (norms := _smoothed(model, windows, checkpoint, layers, beside)):
-            files.write(work / "norms.safetensors", norms, {"notes": "{}", "block": "{}"})
 
         @torch.no_grad()
         def restore(number: int) -> list[Layer]:
@@ -93,7 +92,8 @@ def quantize_into(
                 tensors |= new
                 errors = {"relative_error": own.error, "output_error": own.output_error}
                 notes[key] = {**note, **errors, "tokens": own.tokens}
-            for name in tuned.changed if tuned else ():
+            smoothed = smoothing.changed[block.name] if smoothing else ()
+            for name in dict.fromkeys((*smoothed, *(tuned.changed if tuned else ()))):
                 parameter = model.get_parameter(name)
                 stored = parameter.detach().to(checkpoint_dtype(checkpoint, beside[name]))
                 # What the next block sees is what will be on disk: a resumed run sees the same.
@@ -109,6 +109,7 @@ def quantize_into(
         quantize_blocks(
             *(model, list(keys), windows, scheme, rounding, keep),
             device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
+            prepare=smoothing,
             tune=tune,
             may_change=beside.__contains__,
             dtypes={layer: checkpoint_dtype(checkpoint, key) for layer, key in keys.items()},
@@ -130,14 +131,13 @@ class FinishedWork:
     @classmethod
     def of(cls, work: Path) -> FinishedWork:
         found = cls({}, {}, {})
-        # The smoothed norms first: one may have been tuned after it, and then the file of its block counts.
-        for file in sorted(work.glob("*.safetensors"), reverse=True):
+        for file in sorted(work.glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:
                 found.files |= dict.fromkeys(opened.keys(), file)
                 metadata = opened.metadata()
             found.notes |= json.loads(metadata["notes"])
             if block := json.loads(metadata["block"]):
-                found.blocks = {block.pop("block"): block, **found.blocks}
+                found.blocks[block.pop("block")] = block
         return found
 
 
@@ -159,22 +159,3 @@ def described_layer(
         "packed_bytes": packed.nbytes,
     }
     return {f"{base}.{part}": tensor for part, tensor in parts}, note
-
-
-def _smoothed(
-    model: nn.Module,
-    windows: Tensor,
-    checkpoint: Checkpoint,
-    layers: CheckpointLayers,
-    in_files: dict[str, str],
-) -> dict[str, Tensor]:
-    """Smooth the model in memory; its changed norms as they are to be in the files."""
-    exact = [layer.name.replace("[", "[[]") for layer in layers.by_tensor.values()]
-    new: dict[str, Tensor] = {}
-    for norm in smooth_(model, windows, exact):
-        for own, parameter in model.get_submodule(norm).named_parameters(recurse=False):
-            key = in_files.get(f"{norm}.{own}")
-            if key is None:
-                raise InputError("the files hold no tensor of this norm.", layer=norm, hint="Do not smooth.")
-            new[key] = parameter.detach().to(checkpoint_dtype(checkpoint, key)).cpu().contiguous()
-    return new

@@ -41,7 +41,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "quantize": ("scheme", "group", "rounding", "calib", "samples", "seqlen", "seed"),
     "pack": (),
 }
-SWITCHES = ("checkpointing", "fsdp", "compile", "teacher_offload", "smooth", "tune", "permute")
+SWITCHES = ("checkpointing", "fsdp", "compile", "teacher_offload", "tune", "permute")
 
 
 def sizes(subjects: Sequence[Subject]) -> Section:
@@ -228,6 +228,8 @@ def command_of(step: dict[str, Any], subject: Subject, order: int) -> str:
         if options.get(key) is not None:
             words += [f"--{key.replace('_', '-')}", str(options[key])]
     words += [f"--{key.replace('_', '-')}" for key in SWITCHES if options.get(key) is True]
+    if verb == "quantize" and "smooth" in options:  # its default depends on the scheme; `prune` has only that
+        words.append("--smooth" if options["smooth"] else "--no-smooth")
     return shlex.join(words)
 
 
