@@ -66,3 +66,7 @@ def test_commands_have_the_options_of_a_joint_pruning(tmp_path):
     assert told.endswith("--method joint --calib c4.jsonl --scheme int4 --group 64 --tune")
     told = command_of({"verb": "prune", "options": {"method": "admm", "permute": True}}, subject, 1)
     assert told.endswith("--method admm --permute")
+    for smooth, flag in ((True, "--smooth"), (False, "--no-smooth")):
+        options = {"scheme": "int8", "smooth": smooth}
+        assert flag in command_of({"verb": "quantize", "options": options}, subject, 1).split()
+        assert "smooth" not in command_of({"verb": "prune", "options": options}, subject, 1)
