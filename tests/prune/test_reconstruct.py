@@ -131,6 +131,17 @@ def test_a_tuning_that_blew_up_ends_early(monkeypatch):
     assert done.error_after < done.error_before
 
 
+@pytest.mark.parametrize(("more_from", "passes"), [(None, 4), (10**6, 4), (1, 5)])
+def test_one_more_pass_where_there_is_much_text(more_from, passes, monkeypatch):
+    counts = []
+    schedule = reconstruct._schedule
+    monkeypatch.setattr(
+        reconstruct, "_schedule", lambda step, count: counts.append(count) or schedule(step, count)
+    )
+    reconstruct_(pruned_mixer(), dataclasses.replace(QUICK, rounds=1, one_more_from=more_from))
+    assert set(counts) == {passes * 14}
+
+
 def test_another_round_while_what_is_learnt_carries_over():
     """With much to learn and inputs of one kind the held-out error falls with the other: all rounds are used.
 

@@ -16,12 +16,10 @@ from twofour.prune.admm import ADMM
 from twofour.prune.hessian import require_inputs
 from twofour.prune.reconstruct import Reconstruct
 
-#: A few steps less than `admm` by itself: the tuning moves what the last ones would settle.
-LAYERS = ADMM(iterations=24)
+LAYERS = ADMM()
 
-#: Short rounds, and more of them: where there is little text a third pass mostly learns it by heart, and
-#: where there is enough the next round says so.
-TUNING = Reconstruct(epochs=2, rounds=4)
+#: Where there is little text a third pass mostly learns it by heart: a round has two then.
+TUNING = Reconstruct(epochs=2, one_more_from=20_000)
 
 
 @dataclass(frozen=True)

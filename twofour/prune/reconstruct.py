@@ -76,7 +76,8 @@ RESIDENT_SHARE = 0.3
 @dataclass(frozen=True)
 class Reconstruct:
     """Options: `rate` of learning at its highest, relative as the module says; `epochs` over the windows that
-    are tuned on, in each of at most so many `rounds`; about `tokens` a step; `held_out`, the share of the
+    are tuned on, and one more from so many of their tokens on, in each of at most so many `rounds`; about
+    `tokens` a step; `held_out`, the share of the
     windows that only the guard sees; `follow` as the module says, 0 the block and 1 the model; `norms`:
     whether norms and biases move too; `guard`: whether a tuning that does not help is taken back; `seed` of
     the order of the steps.
@@ -84,6 +85,7 @@ class Reconstruct:
 
     rate: float = 0.12
     epochs: int = 3
+    one_more_from: int | None = None
     rounds: int = 3
     tokens: int = 512
     held_out: float = 0.125
@@ -106,6 +108,10 @@ class Reconstruct:
             raise InputError(f"reconstruct: follow must be from 0 to 1, got {self.follow}.")
         if not 0 < self.held_out < 1:
             raise InputError(f"reconstruct: held_out must be between 0 and 1, got {self.held_out}.")
+
+    def passes(self, tokens: float) -> int:
+        """Over the windows tuned on, in a round, if these have so many tokens."""
+        return self.epochs + (self.one_more_from is not None and tokens >= self.one_more_from)
 
     def batch(self, windows: Tensor) -> int:
         """Windows a step: `tokens` of them, and not so many that there is nothing to choose from."""
@@ -226,7 +232,8 @@ def _tune(
         groups.append({"params": [parameter], "lr": 0.0, "highest": rate})
     adam = torch.optim.Adam(groups, fused=True)
     random = torch.Generator().manual_seed((options.seed * 1_000_003 + block.number) * 101 + turn)
-    steps = options.epochs * len(batches)
+    here = float(sum(aim.shape[:-1].numel() for _, aim in batches))
+    steps = options.passes(parallel.mean(here) * parallel.processes()) * len(batches)
     risen = math.ceil(WARM_UP * steps)
     total = torch.zeros((), device=block.device)
     finished = True
