@@ -8,7 +8,7 @@ import torch
 from tests.gpu.test_quantized_decode import Expected, error
 from tests.kernels.test_quantized_decode import DTYPES
 from tests.kernels.test_quantized_decode_emulated import random_weight
-from twofour.kernels import hopper, hopper_launch, reference
+from twofour.kernels import hopper, hopper_launch, hopper_source, reference
 from twofour.packed import Packed24, pack, to_nibbles
 
 CUDA = torch.device("cuda", 0)
@@ -48,10 +48,10 @@ def _seed():
 def _compiled():
     """All at once, on all cores."""
     for dtype in DTYPES:
-        hopper.compile_all([c for room in ROOMS for c in candidates(room, dtype)], dtype, CUDA)
+        hopper_source.compile_all([c for room in ROOMS for c in candidates(room, dtype)], dtype, CUDA)
     for activation in ("silu", "gelu"):
         ending = [c for room in ROOMS for c, ends_in in gated(room) if ends_in == activation]
-        hopper.compile_all(ending, BF16, CUDA, activation)
+        hopper_source.compile_all(ending, BF16, CUDA, activation)
 
 
 def weight(n, k, dtype=BF16):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import twofour
-from twofour.kernels import cusparselt, dispatch, hopper, hopper_launch, reference
+from twofour.kernels import cusparselt, dispatch, hopper, hopper_launch, hopper_source, reference
 from twofour.nn import SparseLinear
 from twofour.packed import pack
 from twofour.pattern import keep_best
@@ -57,7 +57,7 @@ def test_hopper_every_configuration(n, k, tokens, dtype):
     bias = torch.randn(n, device=CUDA, dtype=dtype)
     configurations = hopper.configs(tokens, n)
     assert configurations
-    hopper.compile_all(configurations, dtype, CUDA)
+    hopper_source.compile_all(configurations, dtype, CUDA)
     for config in configurations:
         y = torch.full((tokens, n), torch.nan, device=CUDA, dtype=dtype)
         hopper_launch.linear(x, packed.values, packed.meta, bias, config, out=y)
@@ -80,7 +80,7 @@ def test_hopper_gated(n, k, tokens, activation):
     allowed = 1.2 * error(reference.gate(F.linear(x, w, bias), activation), wanted)
     configurations = [c for c in hopper.configs(tokens, n) if c.gates]
     assert configurations
-    hopper.compile_all(configurations, dtype, CUDA, activation)
+    hopper_source.compile_all(configurations, dtype, CUDA, activation)
     for config in configurations:
         y = hopper_launch.linear(x, packed.values, packed.meta, bias, config, activation)
         assert error(y, wanted) <= allowed, config

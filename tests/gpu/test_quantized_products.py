@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import twofour
 from twofour import ops
 from twofour.bench.random_codes import random_codes
-from twofour.kernels import dispatch, dispatch_codes, hopper, quantized_decode, reference
+from twofour.kernels import dispatch, dispatch_codes, hopper, hopper_source, quantized_decode, reference
 from twofour.nn.quantized import put_quantized_
 from twofour.packed import Packed24
 from twofour.quantize.activations import round_tokens
@@ -78,9 +78,9 @@ def compile_choices(scheme, dtype, activation):
             then = dispatch.choose(dispatch.Product(n, k, bucket, dtype, 0, False))
             wide += [hopper.from_dict(then.config)] if then.backend == "hopper" else []
     quantized_decode.compile_all(few, dtype, scheme.codes, scheme.group, CUDA)
-    hopper.compile_all(many, dtype, CUDA, activation, scheme.stored)
-    hopper.compile_all(of_four_bits, dtype, CUDA, activation)
-    hopper.compile_all(wide, dtype, CUDA)
+    hopper_source.compile_all(many, dtype, CUDA, activation, scheme.stored)
+    hopper_source.compile_all(of_four_bits, dtype, CUDA, activation)
+    hopper_source.compile_all(wide, dtype, CUDA)
 
 
 def layer(n, k, name="int8", dtype=BF16, bias=True):

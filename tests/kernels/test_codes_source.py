@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twofour.bench.random_codes import random_codes
-from twofour.kernels import hopper, token_codes, widen
+from twofour.kernels import hopper, hopper_source, token_codes, widen
 from twofour.packed import FOUR_BIT, unpack
 from twofour.quantize.schemes import SCHEMES
 
@@ -36,7 +36,7 @@ def compiled(source, architecture, folder):
     ],
 )
 def test_prefill_compiles_without_serialised_products(config, codes, dtype, activation, tmp_path):
-    source = hopper.source(config, dtype, activation, codes)
+    source = hopper_source.source(config, dtype, activation, codes)
     said = compiled(source, "90a", tmp_path)
     assert re.search(r"C75\d\d", said) is None  # ptxas' warnings that wgmma is serialised
     kind = {FP8: "f32.e4m3.e4m3", INT8: "s32.s8.s8"}[codes]

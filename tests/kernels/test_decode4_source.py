@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.test_codes_source import compiled, nvcc
-from twofour.kernels import hopper
+from twofour.kernels import hopper, hopper_source
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOKENS = (1, 8, 16, 32, 64)
@@ -48,7 +48,7 @@ def candidate(tokens: int, warpgroups: int, split: int, step: int) -> hopper.Dec
 def test_products_run_side_by_side_and_little_is_spilled(shape, dtype, activation, spilled, tmp_path):
     config = candidate(*shape)
     assert config.gates or activation is None
-    source = hopper.source(config, dtype, activation)
+    source = hopper_source.source(config, dtype, activation)
     kind = "f32.bf16.bf16" if dtype == BF16 else "f32.f16.f16"
     assert f"wgmma.mma_async.sp.sync.aligned.m64n{config.tokens}k32.{kind}" in source
     said = compiled(source, "90a", tmp_path)

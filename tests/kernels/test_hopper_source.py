@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 
-from twofour.kernels import hopper
+from twofour.kernels import hopper, hopper_source
 from twofour.packed import pack
 from twofour.pattern import keep_best
 
@@ -33,7 +33,7 @@ nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here
     ],
 )
 def test_compiles_without_spills_or_serialised_products(config, activation, codes, dtype, tmp_path):
-    source = hopper.source(config, dtype, activation, codes)
+    source = hopper_source.source(config, dtype, activation, codes)
     (tmp_path / "kernel.cu").write_text(source)
     command = [
         "nvcc",

@@ -23,7 +23,15 @@ from torch.nn import functional as F
 from twofour.bench.contenders import packed_bytes
 from twofour.bench.random_codes import exact_rows, in_other_order, random_codes
 from twofour.bench.timing import copies_past_l2
-from twofour.kernels import ampere, cusparselt, dispatch, dispatch_codes, hopper, quantized_decode
+from twofour.kernels import (
+    ampere,
+    cusparselt,
+    dispatch,
+    dispatch_codes,
+    hopper,
+    hopper_source,
+    quantized_decode,
+)
 from twofour.kernels.dispatch import Choice
 from twofour.packed import Packed24, pack
 from twofour.pattern import keep_best
@@ -97,7 +105,7 @@ class WeightsToTune(ToTune):
 
     def compile(self, buckets: Sequence[int]) -> None:
         configs = [c for b in buckets for c in hopper.configs(b)]
-        hopper.compile_all(configs, self.dtype, self.device)
+        hopper_source.compile_all(configs, self.dtype, self.device)
         if hopper.why_not(self.device, self.dtype, 128, 128):
             ampere.compile_all([c for b in buckets for c in ampere.configs(b)], self.dtype, self.device)
 
@@ -143,14 +151,14 @@ class CodesToTune(ToTune):
         few = [quantized_decode.Config(**c.config) for c in found if c.backend == "decode"]
         quantized_decode.compile_all(few, dtype, scheme.codes, scheme.group, device)
         of_four_bits = [hopper.from_dict(c.config) for c in found if c.backend == "decode4"]
-        hopper.compile_all(of_four_bits, dtype, device)
+        hopper_source.compile_all(of_four_bits, dtype, device)
         many = [hopper.from_dict(c.config) for c in found if c.backend == "codes"]
-        hopper.compile_all(many, dtype, device, None, scheme.stored)
+        hopper_source.compile_all(many, dtype, device, None, scheme.stored)
         if not scheme.rounds_activations:  # codes are widened, and multiplied in the way chosen for 16 bits
             at = (dtype, device.index or 0, False)
             chosen = [dispatch.choose(dispatch.Product(self.n, self.k, b, *at)) for b in buckets]
             configs = [hopper.from_dict(c.config) for c in chosen if c.backend == "hopper"]
-            hopper.compile_all(configs, dtype, device)
+            hopper_source.compile_all(configs, dtype, device)
 
     def make(self) -> None:
         random = torch.Generator(self.device).manual_seed(0)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from twofour.kernels import nvrtc
-from twofour.kernels.hopper import ARCHITECTURE, Config, Decode4, source
+from twofour.kernels.hopper import Config, Decode4
+from twofour.kernels.hopper_source import ARCHITECTURE, source
 
 _ELEMENT = {
     torch.float16: 6,
