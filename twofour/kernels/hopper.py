@@ -17,7 +17,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-_SHARED_BYTES = 227 << 10  # of a multiprocessor
+_SHARED_BYTES = 227 << 10  # that a block may have
+_RESERVED = 1 << 10  # bytes that a multiprocessor keeps back for each block, beside these
 _BARRIERS = 512  # bytes of shared memory that are not tiles, at most
 
 
@@ -171,20 +172,24 @@ class Prefill8(Prefill):
     kernel: ClassVar[str] = "prefill8"
     source: ClassVar[str] = "prefill8"
     value_bytes: ClassVar[int] = 64
-    position_bytes: ClassVar[int] = 16
+    e_stages: ClassVar[int] = 3
 
     @property
     def stages(self) -> int:
         beside = 1024 + _BARRIERS + (4096 + 4 * self.tokens) * self.warpgroups  # sums, and scales of tokens
-        return min((_SHARED_BYTES - beside) // self.stage_bytes, 10)
+        return min((_SHARED_BYTES - beside - self._position_ring) // self.stage_bytes, 10)
 
     @property
     def stage_bytes(self) -> int:
-        return 64 * self.warpgroups * (64 + self.position_bytes) + 128 * self.tokens
+        return 64 * 64 * self.warpgroups + 128 * self.tokens
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes + 1024
+        return self.stages * self.stage_bytes + self._position_ring + 1024
+
+    @property
+    def _position_ring(self) -> int:
+        return 64 * self.warpgroups * self.e_stages * self.position_bytes
 
 
 Config = Decode | Prefill
@@ -328,7 +333,11 @@ def _least_cycles(rows: int, k: int, tokens: int, processors: int) -> Prefill:
 def _prefill_configs(tokens: int) -> list[Prefill]:
     tiles = [t for t in (64, 128, 160, 192, 224, 256) if t < tokens + 64]
     found = [Prefill(t, 2, cluster) for t in reversed(tiles) for cluster in (2, 1)]
-    return [*found, Prefill(192, 3, 2), Prefill(128, 4, 2)] if tokens >= 128 else found
+    if tokens >= 128:
+        found += [Prefill(192, 3, 2), Prefill(128, 4, 2)]
+    if tokens >= 4096:  # x no longer fits the cache, and with more rows at a time it is read less often
+        found += [Prefill(256, 2, 2, grouped) for grouped in (16, 32)]
+    return found
 
 
 def _decode_configs(tokens: int) -> list[Decode]:
@@ -367,7 +376,8 @@ def _fit_of(
 ) -> _Kind | None:
     one = kind(room, warpgroups, split, step, 1)
     registers = 65536 // resident // one.threads
-    stages = (_SHARED_BYTES // resident - one.shared_bytes) // one.stage_bytes + 1
+    room_each = (_SHARED_BYTES + _RESERVED) // resident - _RESERVED - (_BARRIERS if resident > 1 else 0)
+    stages = (room_each - one.shared_bytes) // one.stage_bytes + 1
     if stages < 2 or one.registers > min(registers, 255) or (room // 2) % split:
         return None
     return kind(room, warpgroups, split, step, min(stages, 16))

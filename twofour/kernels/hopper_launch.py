@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from twofour.kernels import nvrtc
-from twofour.kernels.hopper import Config, Decode4
+from twofour.kernels.hopper import Config, Decode4, Prefill8
 from twofour.kernels.hopper_source import ARCHITECTURE, source
 
 _ELEMENT = {
@@ -132,7 +132,9 @@ class _Launch:
             swizzle, of_positions = (_SWIZZLE_128, _SWIZZLE_64) if wide else (_SWIZZLE_64, _SWIZZLE_32)
         else:
             element, columns, box = dtype, k // 2, config.value_bytes // dtype.itemsize
-            swizzle, of_positions = _SWIZZLE_64 if config.value_bytes == 64 else _SWIZZLE_128, 0
+            swizzle, of_positions = _SWIZZLE_128, 0
+            if isinstance(config, Prefill8):
+                swizzle, of_positions = _SWIZZLE_64, _SWIZZLE_32
         pitch = columns * element.itemsize
         _describe_rows(maps, element, values, n, columns, pitch, box, rows, swizzle, of.gated)
         places, box = maps + 128, config.position_bytes

@@ -58,7 +58,7 @@ def source(
     if isinstance(config, Decode):
         constants |= {"SPLIT": config.split, "STEP": config.step, "STAGES": config.stages}
     elif isinstance(config, Prefill8):
-        constants |= {"CLUSTER": config.cluster, "STAGES": config.stages}
+        constants |= {"CLUSTER": config.cluster, "STAGES": config.stages, "E_STAGES": config.e_stages}
     else:
         constants |= {
             "CLUSTER": config.cluster,

@@ -125,12 +125,26 @@ decode4(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   const int groups = k / 128;
   const u16* up = scale + (u64)(u32)rows[0] * groups + GROUPS * place.first;
   const u16* low = scale + (u64)(u32)rows[1] * groups + GROUPS * place.first;
-  u16 coming[GROUPS][2];
-  auto load_scales = [&](int last) {  // groups of a tile may be beyond the last one
+  // Those of a tile are read at once where tiles are whole; otherwise one by one, and none beyond the last.
+  const bool whole = groups % GROUPS == 0 && (u64)scale % (2 * GROUPS) == 0;
+  u32 coming[2][GROUPS / 2];
+  auto load_scales = [&](int last) {
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
-      coming[g][0] = __ldg(up + min(g, last));
-      coming[g][1] = __ldg(low + min(g, last));
+    for (int side = 0; side < 2; ++side) {
+      const u16* from = side ? low : up;
+      u32(&to)[GROUPS / 2] = coming[side];
+      if (whole) {
+        if constexpr (GROUPS == 4) {
+          const uint2 both = __ldg((const uint2*)from);
+          to[0] = both.x, to[1] = both.y;
+        } else {
+          to[0] = __ldg((const u32*)from);
+        }
+      } else {
+#pragma unroll
+        for (int g = 0; g < GROUPS; g += 2)
+          to[g / 2] = __ldg(from + min(g, last)) | (u32)__ldg(from + min(g + 1, last)) << 16;
+      }
     }
     up += GROUPS, low += GROUPS;
   };
@@ -180,8 +194,8 @@ decode4(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     float scales[GROUPS][2];
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
-      scales[g][0] = from_16_bit(coming[g][0]);
-      scales[g][1] = from_16_bit(coming[g][1]);
+      scales[g][0] = from_16_bit((u16)(coming[0][g / 2] >> 16 * (g % 2)));
+      scales[g][1] = from_16_bit((u16)(coming[1][g / 2] >> 16 * (g % 2)));
     }
     if (i + 1 < count) load_scales(groups - 1 - GROUPS * (place.first + i + 1));
     barrier_wait(shared_address(&full[i % STAGES]), (i / STAGES) & 1);

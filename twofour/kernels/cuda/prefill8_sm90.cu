@@ -1,23 +1,23 @@
 // y[tokens, n] = x[tokens, k] · Wᵀ (+ bias) for many tokens, W packed 2:4, both of 8 bits, on Hopper (sm_90a).
 //
 // The plan is prefill_sm90.cu's: blocks that stay and take tile after tile, a cluster whose blocks share the tokens' tile,
-// one copying warp. What differs: the positions of 128 columns are 16 bytes a row, the least that the copy engine takes,
-// so values, positions and x of 128 columns make up one stage, and there is one ring of them.
+// one copying warp. What differs: values and x of 128 columns make up one stage, and there is one ring of them. Positions
+// of 256 columns, 32 bytes a row, what the memory gives at once, have a ring of their own.
 //
 // Two products of 64 columns read 32 KB of x from shared memory for each warpgroup, which is all it can give while they
 // run: it is what bounds this kernel. So the stages should be many enough for it never to wait for the copies.
 //
 // Every sum is multiplied by the scales of its row and of its token before the bias is added.
 //
-// Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, STAGES, GATED (see decode_sm90.cu), CODES (1 e4m3, 2 int8) and FP16
+// Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, STAGES, E_STAGES, GATED (see decode_sm90.cu), CODES (1 e4m3, 2 int8) and FP16
 // or bf16, the type of y; WGMMA(…) is generated, tiles_sm90.cuh comes first. n must be a multiple of 8, k of 128.
 
 constexpr int A_BYTES = ROWS * 64;                // 64 values, that is 128 columns, of each row
 constexpr int B_BYTES = TOKENS * 128;             // 128 columns of x
 constexpr int B_PART = B_BYTES / CLUSTER;         // what one block of the cluster fetches
-constexpr int E_PITCH = 16;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int E_PITCH = 32;                       // bytes of positions of 256 columns
 constexpr int E_BYTES = ROWS * E_PITCH;
-constexpr int STAGE_BYTES = A_BYTES + B_BYTES + E_BYTES;
 
 // A shared-memory matrix of 64-byte rows under the 64-byte swizzle: 8 rows are 512 bytes.
 __device__ __forceinline__ u64 descriptor_64(u32 address) {
@@ -32,8 +32,10 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which write into each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
-  const u32 ring = shared_address(shared);  // of stages: x, values, positions
-  __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
+  const u32 ring = shared_address(shared);  // of stages: x, values
+  const u32 e_ring = ring + STAGES * STAGE_BYTES;
+  const char* e_tiles = shared + STAGES * STAGE_BYTES;
+  __shared__ alignas(8) u64 full[STAGES], empty[STAGES], e_full[E_STAGES], e_empty[E_STAGES];
   __shared__ alignas(16) char turning[4 * WARPGROUPS][2][512];  // two turns of a warp's sums
   __shared__ alignas(8) float token_scales[WARPGROUPS][TOKENS];
 
@@ -47,6 +49,10 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(shared_address(&full[s]), 1);
       barrier_init(shared_address(&empty[s]), WARPGROUPS * CLUSTER);
+    }
+    for (int s = 0; s < E_STAGES; ++s) {
+      barrier_init(shared_address(&e_full[s]), 1);
+      barrier_init(shared_address(&e_empty[s]), WARPGROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -64,11 +70,18 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
         copy_tile(to, map, column, rows * ROWS, barrier, policy);
 #endif
       };
+      Ring<E_STAGES> e;  // the buffer of positions to be filled next
       auto copy_weights = [&](int stage, int rows, int step) {
-        const u32 barrier = shared_address(&full[stage]), to = ring + stage * STAGE_BYTES + B_BYTES;
+        if (step % 2 == 0) {
+          const u32 barrier = shared_address(&e_full[e.stage]);
+          barrier_wait(shared_address(&e_empty[e.stage]), e.phase ^ 1);  // the first round passes at once
+          barrier_expect(barrier, E_BYTES);
+          copy_rows(e_ring + e.stage * E_BYTES, &positions, step / 2 * E_PITCH, rows, barrier);
+          e.advance();
+        }
+        const u32 barrier = shared_address(&full[stage]);
         barrier_expect(barrier, STAGE_BYTES);
-        copy_rows(to, &values, step * 64, rows, barrier);
-        copy_rows(to + A_BYTES, &positions, step * E_PITCH, rows, barrier);
+        copy_rows(ring + stage * STAGE_BYTES + B_BYTES, &values, step * 64, rows, barrier);
       };
       auto copy_x = [&](int stage, int token, int step) {
         const u32 barrier = shared_address(&full[stage]), to = ring + stage * STAGE_BYTES + rank * B_PART;
@@ -83,7 +96,8 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
         const Unit at(unit, sets, tiles, grouped, rank);
         int fetched = 0;
         if (unit == blockIdx.x / CLUSTER) {  // W does not depend on the kernel before this one, x may be its work
-          while (fetched < min(STAGES, steps)) copy_weights(fetched, at.rows, fetched), ++fetched;
+          const int ahead = min(min(STAGES, 2 * E_STAGES), steps);  // for which there are buffers
+          while (fetched < ahead) copy_weights(fetched, at.rows, fetched), ++fetched;
           asm volatile("griddepcontrol.wait;" ::: "memory");
         }
         for (int step = 0; step < steps; ++step) {
@@ -103,13 +117,15 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
 
   const int group = warp / 4;
   Sum sum[ACCUMULATORS];
-  u32 even[2] = {}, odd[2] = {};  // positions, see decode_sm90.cu: two sets that take turns
+  u32 places_0[2] = {}, places_1[2] = {}, places_2[2] = {};  // positions, see decode_sm90.cu: sets that take turns
   Ring<STAGES> now;               // the stage to be multiplied
   const u32 b_first = low_word(ring), a_first = (u32)descriptor_64(ring + B_BYTES + group * 64 * 64);
   // Every lane has the positions of 32 of the 64 columns of each product, in one row: even lanes in the upper of
   // the two rows of their sums, odd ones in the lower.
   const int row = 16 * warp + lane / 4 + lane % 2 * 8;
-  const char* e_first = shared + B_BYTES + A_BYTES + row * E_PITCH + lane / 2 % 2 * 4;
+  const char* e_first = e_tiles + row * E_PITCH + lane / 2 % 2 * 4;
+  const int turned = row >> 2 & 1;  // the copy engine lets halves of 32 bytes change places, so that banks do not clash
+  Ring<E_STAGES> e, e_done;         // positions to be fetched next, and not needed any more next
 
   auto hold = [&]() {  // the compiler must not move sums across the products that it cannot see writing them
 #pragma unroll
@@ -121,22 +137,38 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     asm("mov.b64 %0, {%1, %2};" : "=l"(out) : "r"(low), "r"((u32)(descriptor_64(0) >> 32)));
     return out;
   };
-  // 128 columns, as two products, which run on while the next stage is prepared; those before are then done.
-  auto multiply = [&](bool first, u32(&places)[2], u32(&before)[2]) {
-    const u32 a = a_first + now.stage * (STAGE_BYTES >> 4), b = b_first + now.stage * (STAGE_BYTES >> 4);
-    const char* e = e_first + now.stage * STAGE_BYTES;
+  auto release_positions = [&]() {
+    if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(&e_empty[e_done.stage]));
+    e_done.advance();
+  };
+  auto fetch = [&](int step, u32(&places)[2]) {  // of the stage that is next
+    if (step % 2 == 0) barrier_wait(shared_address(&e_full[e.stage]), e.phase);
+    const char* at = e_first + e.stage * E_BYTES + 16 * (step % 2 ^ turned);
+    places[0] = *(const u32*)at;
+    places[1] = *(const u32*)(at + 8);
+    if (step % 2) e.advance();
     barrier_wait(shared_address(&full[now.stage]), now.phase);
-    places[0] = *(const u32*)e;
-    places[1] = *(const u32*)(e + 8);
+  };
+  // 128 columns, as two products. While they and those before run, the next stage is waited for and its positions are
+  // fetched, so that nothing is left to do between the end of those before and the next ones. Three sets of positions:
+  // of the products before, of these, and of the next.
+  auto multiply = [&](int step, u32(&before)[2], u32(&places)[2], u32(&next)[2]) {
+    const u32 a = a_first + now.stage * (STAGE_BYTES >> 4), b = b_first + now.stage * (STAGE_BYTES >> 4);
     hold();
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     WGMMA(sum, a_descriptor(a), full_descriptor(b), places[0], 0);
     WGMMA(sum, a_descriptor(a + 2), full_descriptor(b + 4), places[1], 0);
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    const int done = now.before();
+    now.advance();
+    if (step + 1 < steps) fetch(step + 1, next);
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     hold();
     asm volatile("" : "+r"(before[0]), "+r"(before[1]), "+r"(places[0]), "+r"(places[1])::"memory");
-    if (!first) release(now.before());
-    now.advance();
+    if (step) {
+      release(done);
+      if (step % 2 == 0) release_positions();
+    }
   };
 
   // Scales of a tile's tokens are asked for at its beginning, and put where all threads of the warpgroup find them at its
@@ -155,14 +187,19 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     }
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0;
-    for (int step = 0; step < steps; step += 2) {
-      multiply(step == 0, even, odd);
-      if (step + 1 < steps) multiply(false, odd, even);
+    fetch(0, places_0);
+    for (int step = 0; step < steps; step += 3) {
+      multiply(step, places_2, places_0, places_1);
+      if (step + 1 < steps) multiply(step + 1, places_0, places_1, places_2);
+      if (step + 2 < steps) multiply(step + 2, places_1, places_2, places_0);
     }
+    if (steps % 2) e.advance();  // the second half of its positions is beyond the edge
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     hold();
-    asm volatile("" : "+r"(even[0]), "+r"(even[1]), "+r"(odd[0]), "+r"(odd[1])::"memory");
+    asm volatile("" : "+r"(places_0[0]), "+r"(places_0[1]), "+r"(places_1[0]), "+r"(places_1[1])::"memory");
+    asm volatile("" : "+r"(places_2[0]), "+r"(places_2[1])::"memory");
     release(now.before());
+    release_positions();
     everyone();  // has written the tile before
 #pragma unroll
     for (int j = 0; j < EACH; ++j)
