@@ -9,7 +9,8 @@ import torch
 import twofour
 from twofour.calibrate.written import write_windows
 from twofour.pattern import check_pattern
-from twofour.recover import Recover, losses
+from twofour.recover import Recover, loop, losses
+from twofour.recover.beside import Beside
 from twofour.recover.losses import next_tokens, recovery_loss
 from twofour.select import select
 
@@ -94,7 +95,7 @@ def loss_and_gradient(logits, targets, teacher, outer=1.0, **options):
     return loss.detach(), own.grad
 
 
-@pytest.mark.parametrize("vocabulary", [40_000, 32_003])
+@pytest.mark.parametrize("vocabulary", [40_000, 32_003, 32_000, 100])
 @pytest.mark.parametrize("outer", [1.0, 3.0])
 @pytest.mark.parametrize(
     ("dtype", "teachers", "temperature"),
@@ -152,12 +153,59 @@ def test_predictions_from_another_device(monkeypatch):
     assert torch.equal(same, gradient)
 
 
-def test_a_step_does_not_wait_for_the_gpu(teacher, windows, tmp_path, monkeypatch):
+def test_what_is_computed_beside_is_what_is_computed_alone():
+    """Many times without a wait in between, in memory that each turn leaves to the next."""
+
+    def slow(x):
+        for _ in range(20):
+            x = x @ x
+            x /= x.abs().amax()
+        return x
+
+    torch.manual_seed(0)
+    given = torch.randn(30, 1024, 1024, device="cuda")
+    found = []
+    for wanted in (False, True):
+        beside, total = Beside(given.device, wanted), torch.zeros(1024, 1024, device="cuda")
+        for x in given:
+            mine = x + 1  # made in this stream, and read in the other
+            theirs = beside.begin(lambda mine=mine: slow(mine))
+            own = x.mul(2)
+            with beside.joined():
+                total += own * theirs
+            del mine, theirs, own
+        found.append(total)
+    assert found[0].isfinite().all()
+    assert found[0].any()
+    assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_teacher_beside_the_student_changes_no_bit(teacher, windows, monkeypatch, compiled):
+    torch.use_deterministic_algorithms(True, warn_only=True)  # or two runs of the same may differ
+    try:
+        start, found = twofour.prune_(copy.deepcopy(teacher)), []
+        for beside in (False, True):
+            monkeypatch.setattr(loop, "RUNS_BESIDE", beside)
+            student = copy.deepcopy(start)
+            options = Recover(tokens=20 * 16 * LENGTH, batch=16, accumulate=2, lr=1e-3, compile=compiled)
+            twofour.recover_(student, windows, teacher, options)
+            found.append(student.state_dict())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert any(not torch.equal(found[0][name], value) for name, value in start.state_dict().items())
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_step_does_not_wait_for_the_gpu(teacher, windows, tmp_path, monkeypatch, beside):
     from twofour.recover.data import Windows
     from twofour.recover.loop import Trainer
     from twofour.recover.state import Store
     from twofour.recover.train import settle
 
+    monkeypatch.setattr(loop, "RUNS_BESIDE", beside)
     # Without an attention mask transformers looks for packed sequences in every forward, and waits for the
     # answer. That wait is its own; there are none here.
     packed = "transformers.masking_utils.find_packed_sequence_indices"

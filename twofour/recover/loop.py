@@ -19,6 +19,7 @@ from twofour.calibrate import parallel
 from twofour.calibrate.examples import evaluating
 from twofour.errors import InputError
 from twofour.progress import OnProgress
+from twofour.recover.beside import RUNS_BESIDE, Beside
 from twofour.recover.data import Windows
 from twofour.recover.losses import next_tokens, perplexity, recovery_loss, summed_task_loss
 from twofour.recover.masks import reshard
@@ -71,6 +72,9 @@ class Trainer:
         exact: Any = {"options": {"emulate_precision_casts": True}} if options.scheme else {}
         self.forward: Any = torch.compile(runner, **exact) if options.compile else runner
         self.teacher = self._teacher(teacher)
+        # One whose weights are fetched layer by layer has streams of its own to do that in.
+        alone = not (options.teacher_offload or options.fsdp)
+        self.beside = Beside(self.device, wanted=RUNS_BESIDE and alone and self.teacher is not None)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise InputError("no parameter of the model can be trained.")
@@ -161,19 +165,23 @@ class Trainer:
         return total
 
     def loss(self, tokens: Tensor) -> Tensor:
-        beliefs = None
-        if self.teacher is not None:
-            # A teacher of 16 bit computes in its own dtype, one of 32 in the student's.
-            with torch.no_grad(), self._autocast(next(self.teacher.parameters()).dtype == torch.float32):
-                beliefs = self.teacher(input_ids=tokens, use_cache=False).logits
+        beliefs = None if self.teacher is None else self.beside.begin(lambda: self._predictions(tokens))
         with self._autocast():
             logits = self.forward(input_ids=tokens, use_cache=False).logits
-        return recovery_loss(
-            *(logits, next_tokens(tokens), beliefs),
-            task=self.options.task_weight if beliefs is not None else 1.0,
-            kl=self.options.kl_weight,
-            temperature=self.options.temperature,
-        )
+        with self.beside.joined():
+            return recovery_loss(
+                *(logits, next_tokens(tokens), beliefs),
+                task=self.options.task_weight if beliefs is not None else 1.0,
+                kl=self.options.kl_weight,
+                temperature=self.options.temperature,
+            )
+
+    @torch.no_grad()
+    def _predictions(self, tokens: Tensor) -> Tensor:
+        # A teacher of 16 bit computes in its own dtype, one of 32 in the student's.
+        with self._autocast(next(self.teacher.parameters()).dtype == torch.float32):
+            logits: Tensor = self.teacher(input_ids=tokens, use_cache=False).logits
+        return logits
 
     @torch.no_grad()
     def evaluate(self) -> float:
