@@ -9,7 +9,8 @@ rows start from MODEL itself, as `twofour prune --scheme` does, so their masks a
 and evaluation are those of benchmarks/oneshot.py, scored in float32 on `--device`; the work itself takes a
 GPU if there is one. Rows are printed as they come, and added to the file `--out` in place of older ones of
 the same. Each has its perplexity over that of the 16-bit 2:4 model of the same masks, the joint rows over
-that of sparsegpt's.
+that of sparsegpt's. Perplexity moves by luck as well, so with `--divergence` rows also say how far the
+predictions are from those of that model, in nats a token (KL).
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def main() -> None:
         default=["*"],
         help="rows with such names: 'fp8 *', 'int4 128 compensated', '* joint tune'",
     )
+    parser.add_argument("--divergence", action="store_true", help="from the 16-bit model, in nats a token")
     parser.add_argument("--all", action="store_true", help="more rows: smoothing, other groups, weights only")
     parser.add_argument("--work", type=Path, help="keep the checkpoints here; the pruned ones are used again")
     parser.add_argument("--out", type=Path)
@@ -121,11 +123,17 @@ def run(given: argparse.Namespace, work: Path) -> None:
         "date": datetime.date.today().isoformat(),
     }
 
-    def measure(directory: Path, over: float | None, **what: Any) -> float:
+    def load(directory: Path) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        value, count = perplexity(model.eval().to(device), scored)
+        return model.eval().to(device)
+
+    def measure(directory: Path, over: float | None, beside: Path | None = None, **what: Any) -> float:
+        model = load(directory)
+        value, count = perplexity(model, scored)
         evaluated = f"{len(scored)} windows of at most {given.context}, {count} tokens"
         found = {"perplexity": round(value, 4)} | ({"over_16_bit": round(value / over, 4)} if over else {})
+        if beside and given.divergence:
+            found["divergence"] = round(divergence(model, load(beside), scored), 6)
         row = {**named, **what, **found, "evaluation": f"{evaluated} of {given.evaluation.name}", **about}
         print(json.dumps(row), flush=True)
         if given.out:
@@ -172,7 +180,22 @@ def run(given: argparse.Namespace, work: Path) -> None:
             what |= {"smooth": options.smooth, "tune": options.tune}
             # Over the two steps' 16-bit model: of sparsegpt, whose sweep the joint one is, if it was run.
             over = base.get("sparsegpt", next(iter(base.values()))) if joint else base[method]
-            measure(out, over, method=method, **what, **made)
+            beside = None if joint else work / f"pruned-{method}"  # other masks are another model
+            measure(out, over, beside, method=method, **what, **made)
+
+
+@torch.no_grad()
+def divergence(model: Any, reference: Any, windows: list[list[int]]) -> float:
+    """The mean over all tokens of KL(reference ‖ model), in nats."""
+    total, count = 0.0, 0
+    for window in windows:
+        tokens = torch.tensor([window], device=model.device)
+        found, wanted = (
+            m(tokens, use_cache=False).logits[0, :-1].log_softmax(-1) for m in (model, reference)
+        )
+        total += float(torch.nn.functional.kl_div(found, wanted, reduction="sum", log_target=True))
+        count += len(found)
+    return total / count
 
 
 def from_gguf(file: Path, work: Path) -> Path:

@@ -111,6 +111,23 @@ def test_scales_are_searched_by_error():
         assert error(scale) <= min(map(error, tried))
 
 
+def test_fp8_scales_are_searched_where_no_weight_is_cut():
+    """From the largest weight at 448 up to twice that scale: each row has its best place between two powers
+    of two, and to cut a weight is never better."""
+    kind, weight = SCHEMES["fp8"], problem(0, 64, 96)[0]
+
+    def error(scale):
+        return (kind.to_codes(weight / scale) * scale - weight).square().sum(1, keepdim=True)
+
+    found = search_scale(weight, kind, torch.float32)
+    assert float((weight / found).abs().max()) < 448 * (1 + 2**-8)  # as exact as scales are
+    start = weight.abs().amax(1, keepdim=True) / 448
+    tried = [error(kind.rounded_scale(start * 2 ** (step / 7), torch.float32)) for step in range(7)]
+    best = torch.stack(tried).amin(0)
+    assert float(error(found).sum()) < 1.01 * float(best.sum())
+    assert float(error(found).sum()) < 0.9 * float(tried[0].sum())
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "compensated", "joint"])
 def test_the_same_every_time(rounding):
     dense, weight, inputs = pruned(4, 8, 70)

@@ -33,7 +33,7 @@ def float64(module, x):
     weight = module.packed.unpack(torch.float32).double()
     x = x.double()
     if module.scheme.rounds_activations:
-        limit = module.scheme.largest
+        limit = module.scheme.range[1]
         rows = []
         for token in x.reshape(-1, x.shape[-1]):
             scale = token.abs().max().float().item() / limit or 1.0

@@ -16,8 +16,8 @@ def test_zero_is_zero_and_too_large_saturates(scheme):
     codes = scheme.to_codes(torch.tensor([0.0, -0.0, 1e9, -1e9, 1.0]))
     assert codes[0] == 0
     assert codes[1] == 0
-    assert codes[2] == scheme.largest
-    assert codes[3] == (-8 if scheme.codes == "int4" else -scheme.largest)
+    assert codes[2] == {"int8": 127, "fp8": 448, "int4": 7}[scheme.codes]
+    assert codes[3] == {"int8": -127, "fp8": -448, "int4": -8}[scheme.codes]
     assert codes[4] == 1
 
 

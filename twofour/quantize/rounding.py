@@ -1,8 +1,9 @@
 """Rounding the weights of a 2:4 matrix to codes, three ways.
 
-    nearest       each weight to the nearest code. The scale of a row or group is the one, of a grid from the
-                  largest weight downwards, that makes the least error: clipping a few large weights is often
-                  better than a coarse grid for all.
+    nearest       each weight to the nearest code. The scale of a row or group is the one, of a grid downwards
+                  from what the largest weight needs, that makes the least error: with integers, clipping a
+                  few large weights is often better than coarse codes for all. An fp8 code is as exact,
+                  relative to itself, at any scale, so there the grid ends where clipping would begin.
     compensated   left to right, each column's rounding error is made up for by the columns still to come, as
                   SparseGPT does for removed weights (GPTQ, arXiv 2210.17323). Then codes, and scales, go back
                   and forth in descent: each in turn gets the best value while all others stay.
@@ -36,6 +37,7 @@ from twofour.quantize.schemes import Scheme
 Rounding = Literal["nearest", "compensated", "joint"]
 
 #: What the scale by the largest weight is multiplied with, to find a better one. The first of equals wins.
+#: Down to half: for fp8 that is all there is, for at half the scale codes differ in their exponents only.
 SHRINK = tuple(1 - 0.025 * step for step in range(21))
 
 #: Columns that are finished before the rest of the matrix is updated; a multiple of every group.

@@ -35,7 +35,9 @@ _LEAST = {torch.float16: 2.0**-17}
 _LEAST_BFLOAT16 = 2.0**-126
 
 _STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": FOUR_BIT}
-_LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
+_RANGE = {"int8": (-127.0, 127.0), "fp8": (-448.0, 448.0), "int4": (-8.0, 7.0)}
+#: Of e4m3 half, so that the search for a scale, which goes down to half, cuts no weight (rounding.py).
+_LARGEST = {"int8": 127.0, "fp8": 224.0, "int4": 7.0}
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Scheme:
     @property
     def range(self) -> tuple[float, float]:
         """The least code and the largest."""
-        return (-8.0 if self.codes == "int4" else -self.largest), self.largest
+        return _RANGE[self.codes]
 
     def scale_width(self, columns: int) -> int:
         """Scales a row."""
