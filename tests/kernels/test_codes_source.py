@@ -75,15 +75,25 @@ def test_widening_compiles(architecture, codes, dtype, scales, tmp_path):
     assert "0 bytes spill stores, 0 bytes spill loads" in said
 
 
+def tile_of_positions(meta: torch.Tensor, step: int) -> bytes:
+    """64 rows × 32 bytes, those of 256 columns, as the copy engine puts them down: under the swizzle of 32
+    bytes the bit 4 of an address is turned where its bit 7 is set."""
+    tile = bytearray(64 * 32)
+    for row in range(64):
+        for byte in range(32):
+            at = 32 * row + byte
+            tile[at ^ (at >> 7 & 1) << 4] = int(meta[row, 32 * (step // 2) + byte])
+    return bytes(tile)
+
+
 def words_that_the_kernel_loads(meta: torch.Tensor, step: int) -> list[list[int]]:
     """Each thread's two words of positions for columns 128·step …, as prefill8_sm90.cu addresses them."""
-    words = []
+    tile, words = tile_of_positions(meta, step), []
     for thread in range(128):
         warp, lane = thread // 32, thread % 32
         row = 16 * warp + lane // 4 + lane % 2 * 8
-        first = 16 * step + lane // 2 % 2 * 4
-        both = [meta[row, at : at + 4].tolist() for at in (first, first + 8)]
-        words.append([b[0] | b[1] << 8 | b[2] << 16 | b[3] << 24 for b in both])
+        first = 32 * row + 16 * (step % 2 ^ (row >> 2 & 1)) + lane // 2 % 2 * 4
+        words.append([int.from_bytes(tile[at : at + 4], "little") for at in (first, first + 8)])
     return words
 
 
