@@ -4,13 +4,13 @@
 // one copying warp. What differs: values and x of 128 columns make up one stage, and there is one ring of them. Positions
 // of 256 columns, 32 bytes a row, what the memory gives at once, have a ring of their own.
 //
-// Two products of 64 columns read 32 KB of x from shared memory for each warpgroup, which is all it can give while they
-// run: it is what bounds this kernel. So the stages should be many enough for it never to wait for the copies.
+// Products of 8 bits are so short that copies and products take about the same time, and neither hides anything else: the
+// wait for a stage and for its positions must lie under products that run (benchmarks/LOG.md: a seventh of the time).
 //
 // Every sum is multiplied by the scales of its row and of its token before the bias is added.
 //
-// Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, STAGES, E_STAGES, GATED (see decode_sm90.cu), CODES (1 e4m3, 2 int8) and FP16
-// or bf16, the type of y; WGMMA(…) is generated, tiles_sm90.cuh comes first. n must be a multiple of 8, k of 128.
+// Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, STAGES, E_STAGES, GATED (see decode_sm90.cu), CODES (1 e4m3, 2 int8)
+// and FP16 or bf16, the type of y; WGMMA(…) is generated, tiles_sm90.cuh comes first. n must be a multiple of 8, k of 128.
 
 constexpr int A_BYTES = ROWS * 64;                // 64 values, that is 128 columns, of each row
 constexpr int B_BYTES = TOKENS * 128;             // 128 columns of x
@@ -118,7 +118,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
   const int group = warp / 4;
   Sum sum[ACCUMULATORS];
   u32 places_0[2] = {}, places_1[2] = {}, places_2[2] = {};  // positions, see decode_sm90.cu: sets that take turns
-  Ring<STAGES> now;               // the stage to be multiplied
+  Ring<STAGES> now;  // the stage to be multiplied
   const u32 b_first = low_word(ring), a_first = (u32)descriptor_64(ring + B_BYTES + group * 64 * 64);
   // Every lane has the positions of 32 of the 64 columns of each product, in one row: even lanes in the upper of
   // the two rows of their sums, odd ones in the lower.
