@@ -2,23 +2,22 @@
 
     python benchmarks/fit_advise.py
 
-Products in 16 bit: the 8B rows of `bench` and `tune`. In 8 and 4 bits: the 8B rows of `bench --scheme`, but
-for 2:4 in 8 bits those timed by hand, as `bench` ran with kernels slower than today's. Everything beside the
-products: the whole-model rows in 16 bit, batch 16 left out. What is left out here, all of 70B, and in 8 and 4
-bits a fit to half of the shapes, judge the fit in advise_accuracy.py.
+Products in 16 bit: the 8B rows of `bench` and `tune`. In 8 and 4 bits: the 8B rows of `bench --scheme`.
+Everything beside the products: the whole-model rows in 16 bit, batch 16 left out. What is left out here, all
+of 70B, and in 8 and 4 bits a fit to half of the shapes, judge the fit in advise_accuracy.py.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from twofour.advise.fit import Measured, fit_curve, minimise
+from twofour.advise.fit import Measured, fit_curve, minimise, of_its_kernel
 from twofour.advise.gpus import find_gpu
 from twofour.advise.layers import Network, read_network
 from twofour.advise.model import DEFAULTS, read_rows, to_dict
@@ -28,8 +27,8 @@ from twofour.advise.steps import Rest, Step, TimeModel, Workload, step_time
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FIT_PRODUCTS = ("h200-products-8b.json", "h200-tune-8b.json")
-QUANTIZED, BY_HAND = "h200-quantized-8b.json", "h200-quantized-first.json"
-END_TO_END = ("h200-end-to-end-8b.json", "h200-end-to-end-8b-earlier.json")
+QUANTIZED = "h200-quantized-8b.json"
+END_TO_END = "h200-end-to-end-8b.json"
 
 #: qkv and gate_up: what a fit in 8 and 4 bits sees before it is judged by o and down.
 HALF = ((6144, 4096), (28672, 4096))
@@ -60,7 +59,7 @@ LLAMA_3_8B = {
 
 #: Where the fits start: ordinary figures for a tuned library.
 START = Curve(2.0, 0.9, 1.0, 0.5, 1.0, 0.8, 30.0, 30.0, 0.5)
-START_REST = Rest(2.3, 1.5, 0.6, 0.7, 0.04, 800.0)
+START_REST = Rest(2.3, 1.5, 0.6, 0.7, 0.04, 10.0, 400.0, 20.0)
 FITTED_REST = [field.name for field in fields(Rest) if field.name != "attention"]
 
 
@@ -70,25 +69,15 @@ def product_rows(scheme: Scheme) -> list[Measured]:
 
 
 def quantized_rows() -> dict[Scheme, list[Measured]]:
-    """Those in 8 and 4 bits that are of today's kernels, by scheme. Dense int8 has none."""
+    """Those in 8 and 4 bits, by scheme. Dense int8 has none."""
     found = read_rows(RESULTS / QUANTIZED).by_scheme
-    by_hand = json.loads((RESULTS / BY_HAND).read_text())["codes (rounding of tokens included)"]
-    for codes in ("fp8", "int8"):
-        found[f"2:4 {codes}"] = [
-            Measured(row["n"], row["k"], row["tokens"], row["us"]) for row in by_hand if row["codes"] == codes
-        ]
     return {scheme: found[scheme.name] for scheme in ALTERNATIVES if scheme.name in found}
 
 
-def end_to_end_rows() -> Iterator[dict[str, Any]]:
-    """Those with a time and of a form that is modelled, each with the `run` that it is of."""
-    for name in END_TO_END:
-        rows = json.loads((RESULTS / name).read_text())["end_to_end"]
-        # Rows from before fuse_ made norms one kernel have another "fused" than today's.
-        today = any(row["contender"] == "dense_fused" for row in rows)
-        for row in rows:
-            if row["ms"] and row["contender"] in FORMS and (today or row["contender"] != "fused"):
-                yield {**row, "run": name}
+def end_to_end_rows() -> list[dict[str, Any]]:
+    """Those with a time and of a form that is modelled."""
+    rows = json.loads((RESULTS / END_TO_END).read_text())["end_to_end"]
+    return [row for row in rows if row["ms"] and row["contender"] in FORMS]
 
 
 def predicted(network: Network, model: TimeModel, row: dict[str, Any], form: tuple[Scheme, bool]) -> Step:
@@ -126,7 +115,7 @@ def ratios(rows: list[Measured], scheme: Scheme, curve: Curve) -> Any:
 
 def fit_quantized(rows: list[Measured], scheme: Scheme, curves: Mapping[str, Curve]) -> Curve:
     """Held to 16 bit, where it starts: the rows are few."""
-    return fit_curve(rows, find_gpu("H200"), scheme, curves[scheme.in_16_bit.name])
+    return fit_curve(of_its_kernel(rows, scheme), find_gpu("H200"), scheme, curves[scheme.in_16_bit.name])
 
 
 def fit_rest(curves: dict[str, Curve], rows: list[dict[str, Any]]) -> Rest:
@@ -153,7 +142,7 @@ def main() -> None:
     ]
     rest = fit_rest(curves, whole)
     for scheme, timed in quantized_rows().items():
-        rows[scheme] = timed
+        rows[scheme] = of_its_kernel(timed, scheme)
         curves[scheme.name] = fit_quantized(timed, scheme, curves)
     products = sum(len(timed) for timed in rows.values())
     said = f"{products} products and {len(whole)} whole-model rows of an H200"

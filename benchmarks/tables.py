@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "speed.md"
-QUANTIZED = RESULTS / "h200-quantized-8b.json"
+END_TO_END, QUANTIZED = "h200-end-to-end-8b.json", "h200-quantized-8b.json"
 NAMES = ("twofour", "twofour fast", "cusparselt", "torch24")
 
 
@@ -44,7 +44,7 @@ def host_time() -> str:
 
 def quantized(scheme: str) -> str:
     """× dense in 16 bits of each contender, and of ours × dense of the same bits, from CUDA graphs."""
-    rows = [r for r in json.loads(QUANTIZED.read_text())["products"] if r["scheme"] == scheme]
+    rows = [r for r in json.loads((RESULTS / QUANTIZED).read_text())["products"] if r["scheme"] == scheme]
     cells = {(r["shape"], r["tokens"], r["contender"]): r for r in rows}
     names = [name for name in dict.fromkeys(r["contender"] for r in rows) if name != "dense"]
     lines = [
@@ -69,18 +69,20 @@ def _ratio(row: dict[str, Any] | None, name: str) -> str:
 def end_to_end(file: str, forms: tuple[str, ...], baseline: str, memory: tuple[str, ...] = ("fused",)) -> str:
     """× `baseline` of each form; where it fails, that. Last the peak memory of it and of some forms."""
     rows = json.loads((RESULTS / file).read_text())["end_to_end"]
-    cells = {(r["what"], r["batch"], r["mode"], r["attention"], r["contender"]): r for r in rows}
+    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        case = row["what"], row["batch"], row["mode"], row["attention"]
+        cases.setdefault(case, {})[row["contender"]] = row
     peak_of = " and ".join([", ".join(["dense", *memory[:-1]]), memory[-1]])
     lines = [
         "| | attention | dense ms | " + " | ".join(forms) + f" | peak memory, {peak_of} |",
         "|---|---|---|" + "---|" * len(forms) + "---|",
     ]
-    for key in dict.fromkeys(key[:4] for key in cells):
-        what, batch, mode, attention = key
-        dense = cells[(*key, baseline)]
-        times = [cells[(*key, form)]["ms"] for form in forms]
+    for (what, batch, mode, attention), by_form in cases.items():
+        dense = by_form[baseline]
+        times = [by_form[form]["ms"] for form in forms]
         shown = [f"{dense['ms']['p50'] / time['p50']:.2f}×" if time else "fails" for time in times]
-        peaks = [f"{cells[(*key, form)]['peak_bytes'] / 1e9:.1f}" for form in (baseline, *memory)]
+        peaks = [f"{by_form[form]['peak_bytes'] / 1e9:.1f}" for form in (baseline, *memory)]
         peak = " and ".join([", ".join(peaks[:-1]), peaks[-1]]) + " GB"
         start = f"| {what}, batch {batch}, {mode} | {attention} | {dense['ms']['p50']:.2f} | "
         lines.append(start + " | ".join(shown) + f" | {peak} |")
@@ -89,20 +91,19 @@ def end_to_end(file: str, forms: tuple[str, ...], baseline: str, memory: tuple[s
 
 def main() -> None:
     page = PAGE.read_text()
-    now, earlier = "h200-end-to-end-8b.json", "h200-end-to-end-8b-earlier.json"
+    forms = ("torch24", "twofour", "dense_fused", "fused", "fast")
     tables = {
         "8b": products("8b"),
         "70b": products("70b"),
         "host": host_time(),
-        "end-to-end": end_to_end(now, ("dense_fused", "fused", "fast"), "dense"),
-        "same norms": end_to_end(now, ("fused", "fast"), "dense_fused"),
-        "earlier": end_to_end(earlier, ("torch24", "twofour", "fused", "fast"), "dense"),
+        "end-to-end": end_to_end(END_TO_END, forms, "dense"),
+        "same fusions": end_to_end(END_TO_END, ("fused", "fast"), "dense_fused"),
+        **{f"{scheme} 8b": quantized(scheme) for scheme in ("fp8", "int8", "int4")},
+        "quantized end-to-end": end_to_end(
+            QUANTIZED, ("dense_fused", "fp8", "int4"), "dense", ("fp8", "int4")
+        ),
+        "quantized same fusions": end_to_end(QUANTIZED, ("fp8", "int4"), "dense_fused", ("fp8", "int4")),
     }
-    if QUANTIZED.exists():
-        tables |= {f"{scheme} 8b": quantized(scheme) for scheme in ("fp8", "int8", "int4")}
-        tables["quantized end-to-end"] = end_to_end(
-            QUANTIZED.name, ("dense_fused", "fp8", "int4"), "dense", ("fp8", "int4")
-        )
     for name, table in tables.items():
         marks = f"<!-- {name} -->", f"<!-- /{name} -->"
         page = re.sub(f"{marks[0]}.*?{marks[1]}", f"{marks[0]}\n{table}\n{marks[1]}", page, flags=re.S)

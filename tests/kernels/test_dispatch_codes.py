@@ -19,8 +19,8 @@ from twofour.kernels import (
     reference,
     tuning,
 )
-from twofour.kernels.dispatch import BUCKETS, Choice
-from twofour.kernels.dispatch_codes import Product, choose
+from twofour.kernels.dispatch import Choice
+from twofour.kernels.dispatch_codes import BUCKETS, Product, bucket_of, choose
 from twofour.packed import FOUR_BIT
 from twofour.quantize.schemes import SCHEMES, scheme_named
 
@@ -92,6 +92,16 @@ def test_what_was_measured_goes_first():
     assert choose(WEIGHT_ONLY) != Choice("decode", config)
     with dispatch.force("hopper"):  # not the measured one, then, but a guess
         assert choose(FP8) == Choice("codes", choose(replace(FP8, n=3080)).config)
+
+
+def test_one_token_is_a_number_of_its_own():
+    assert [bucket_of(tokens) for tokens in (1, 2, 8, 9)] == [1, 8, 8, 16]
+    config = asdict(quantized_decode.configs(1, "fp8", None)[0])
+    one, few = replace(FP8, bucket=1), replace(FP8, bucket=8)
+    assert choose(one) == choose(few)  # as long as only that was measured
+    tuning.remember(one.key, 0, [{"backend": "decode", "config": config, "ms": 0.1}])
+    assert choose(one) == Choice("decode", config)
+    assert choose(few).backend == "codes"
 
 
 def test_every_shipped_choice_can_be_run():

@@ -108,12 +108,13 @@ def refine(rows: MeasuredRows, start: TimeModel) -> tuple[Gpu, TimeModel]:
     Schemes without rows keep the H200's curve, on the data sheet of this GPU: its kernels are the same, and
     what rounding and launching cost them does not follow from 16 bit.
     """
-    from twofour.advise.fit import fit_curve
+    from twofour.advise.fit import fit_curve, of_its_kernel
 
     gpu = _gpu_of(rows)
-    chosen = [scheme for scheme in SCHEMES if len(rows.by_scheme.get(scheme.name, ())) >= FEWEST_ROWS]
-    fitted = {s.name: fit_curve(rows.by_scheme[s.name], gpu, s, start.curve(s)) for s in chosen}
-    count = sum(len(rows.by_scheme[name]) for name in fitted)
+    timed = {scheme: of_its_kernel(rows.by_scheme.get(scheme.name, ()), scheme) for scheme in SCHEMES}
+    chosen = [scheme for scheme in SCHEMES if len(timed[scheme]) >= FEWEST_ROWS]
+    fitted = {scheme.name: fit_curve(timed[scheme], gpu, scheme, start.curve(scheme)) for scheme in chosen}
+    count = sum(len(timed[scheme]) for scheme in chosen)
     said = f"{count} products measured on {rows.gpu} ({', '.join(fitted)}); the rest as on the {MEASURED}"
     kept = start.measured if gpu.name == MEASURED else frozenset()
     curves = {**start.curves, **fitted}

@@ -3,11 +3,12 @@
     layers · (products + attention + elementwise bytes + kernels · latency) + output head
 
 Products are those of products.py. Beside them a layer of a transformers decoder runs some thirty small
-kernels (norms, rotary positions, residuals, activation), which 2:4 does not touch. Their number and the bytes
-they move are counted here; how long a small kernel lasts, and what share of the bandwidth such kernels and
-the attention over a key-value cache reach, are fitted to whole-model rows (`Rest`). Decode reads all keys and
-values once for every token. Transformers' attention with a static cache copies them first, once for each
-query head ("sdpa"); "grouped" is without that copy. Without CUDA graphs the host may be the slower one.
+kernels (norms, rotary positions, residuals, activation), which 2:4 does not touch; `fuse_` makes them ten.
+Their number and the bytes they move are counted here; how long a small kernel lasts, and what share of the
+bandwidth such kernels and the attention over a key-value cache reach, are fitted to whole-model rows
+(`Rest`). Decode reads all keys and values once for every token. Transformers' attention with a static cache
+copies them first, once for each query head ("sdpa"); "grouped" is without that copy. Without CUDA graphs the
+host may be the slower one: it takes a time for each layer and for each kernel that it launches.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from twofour.advise.schemes import DENSE, Scheme
 
 Attention = Literal["grouped", "sdpa"]
 
-#: Kernels of one layer of transformers' Llama, products and norms aside: rotary positions 10, residuals 2,
+#: Kernels of one layer of transformers' Llama beside its products and what is named below: residuals 2,
 #: cache 2, attention and its copies 3.
-SMALL_KERNELS = 17
+SMALL_KERNELS = 7
 NORM_KERNELS, FUSED_NORM_KERNELS = 8, 1  # each of two norms
+ROTARY_KERNELS, FUSED_ROTARY_KERNELS = 10, 1  # of queries and keys together
 ACTIVATION_KERNELS = 2
 SDPA_KERNELS = 4  # mask and copies
 
@@ -34,7 +36,7 @@ SDPA_KERNELS = 4  # mask and copies
 NORM_BYTES, FUSED_NORM_BYTES = 36, 4
 RESIDUAL_BYTES = 12  # both residuals
 OUTPUT_BYTES = 4  # attention's output is laid out anew
-ROTARY_BYTES = 18
+ROTARY_BYTES, FUSED_ROTARY_BYTES = 18, 4
 ACTIVATION_BYTES = 10
 
 
@@ -47,7 +49,9 @@ class Rest:
     stream: float  # elementwise kernels' share of the bandwidth
     cache: float  # grouped attention's share of the bandwidth, over keys and values
     cache_copied: float  # the same for "sdpa", its copies included
-    host_us: float  # Python, for one layer: the same for dense and 2:4, as measured
+    attention_us: float  # of one layer's decode before bytes count; may hold what is counted nowhere else
+    host_us: float  # Python, for one layer
+    host_kernel_us: float  # Python, for one kernel that it launches, products included
     attention: float = 0.4  # prefill attention's share of the arithmetic: taken as given, not fitted
 
     def to_dict(self) -> dict[str, float]:
@@ -109,44 +113,52 @@ def step_time(
     at_once = work.batch * work.tokens
     decode = work.tokens == 1
     touched = other = 0.0
+    launched = 0
     # fuse_ makes products of packed layers one; those of a dense model it leaves.
     for group in network.products(fused and scheme.sparse):
         chosen = scheme if group.eligible else DENSE
         tokens = work.batch if group.is_head else at_once
         us = group.count * model.product(gpu, chosen, group.rows, group.columns, tokens).us
+        launched += group.count
         if group.eligible:
             gap = model.rest.gap_us if scheme.sparse and decode else 0.0
             touched += us + group.count * gap
         else:
             other += us
-    attention = elementwise = 0.0
+    attention = elementwise = host = 0.0
     if network.decoder is not None:
-        per_layer = _small_kernels(fused, scheme.sparse, work.attention if decode else "grouped")
+        # A weight that is decoded before its product has no kernel that ends in the activation.
+        gated = fused and scheme.sparse and at_once <= scheme.most_tokens
+        per_layer = _small_kernels(fused, gated, work.attention if decode else "grouped")
         stream = gpu.bandwidth_gb_s * 1e3 * model.rest.stream
-        moved = network.decoder.layers * at_once * _elementwise_bytes(network.decoder, fused, scheme.sparse)
+        moved = network.decoder.layers * at_once * _elementwise_bytes(network.decoder, fused, gated)
         elementwise = network.decoder.layers * per_layer * model.rest.kernel_us + moved / stream
         attention = _attention_us(network.decoder, gpu, model.rest, work)
+        if not work.graph:
+            launched += network.decoder.layers * per_layer
+            host = network.decoder.layers * model.rest.host_us + launched * model.rest.host_kernel_us
     device = touched + other + attention + elementwise
-    layers = network.decoder.layers if network.decoder is not None else 0
-    host = 0.0 if work.graph else layers * model.rest.host_us
     return Step(
         max(device, host) / 1e3, touched / 1e3, other / 1e3, attention / 1e3, elementwise / 1e3, host > device
     )
 
 
-def _small_kernels(fused: bool, sparse: bool, attention: Attention) -> int:
+def _small_kernels(fused: bool, gated: bool, attention: Attention) -> int:
+    """Of one layer. `gated`: the activation is in the kernel of a product."""
     norms = 2 * (FUSED_NORM_KERNELS if fused else NORM_KERNELS)
-    activation = 0 if fused and sparse else ACTIVATION_KERNELS
-    return SMALL_KERNELS + norms + activation + (SDPA_KERNELS if attention == "sdpa" else 0)
+    rotary = FUSED_ROTARY_KERNELS if fused else ROTARY_KERNELS
+    activation = 0 if gated else ACTIVATION_KERNELS
+    return SMALL_KERNELS + norms + rotary + activation + (SDPA_KERNELS if attention == "sdpa" else 0)
 
 
-def _elementwise_bytes(decoder: Decoder, fused: bool, sparse: bool) -> int:
+def _elementwise_bytes(decoder: Decoder, fused: bool, gated: bool) -> int:
     """Of one token in one layer."""
     norms = 2 * (FUSED_NORM_BYTES if fused else NORM_BYTES)
-    rotated = (decoder.heads + decoder.kv_heads) * decoder.head_dim
-    activation = 0 if fused and sparse else ACTIVATION_BYTES
+    rotary = (FUSED_ROTARY_BYTES if fused else ROTARY_BYTES) * decoder.head_dim
+    activation = 0 if gated else ACTIVATION_BYTES
     of_hidden = norms + RESIDUAL_BYTES + OUTPUT_BYTES
-    return of_hidden * decoder.hidden + ROTARY_BYTES * rotated + activation * decoder.intermediate
+    turned = rotary * (decoder.heads + decoder.kv_heads)
+    return of_hidden * decoder.hidden + turned + activation * decoder.intermediate
 
 
 def _attention_us(decoder: Decoder, gpu: Gpu, rest: Rest, work: Workload) -> float:
@@ -157,4 +169,5 @@ def _attention_us(decoder: Decoder, gpu: Gpu, rest: Rest, work: Workload) -> flo
     arithmetic = operations / (gpu.tflops_16bit * 1e6 * rest.attention)
     share = rest.cache_copied if work.attention == "sdpa" and work.tokens == 1 else rest.cache
     moved = decoder.cache_bytes(work.batch, work.context) / (gpu.bandwidth_gb_s * 1e3 * share)
-    return max(arithmetic, moved)
+    fixed = decoder.layers * rest.attention_us if work.tokens == 1 else 0.0
+    return fixed + max(arithmetic, moved)

@@ -156,7 +156,8 @@ class CodesToTune(ToTune):
         hopper_source.compile_all(many, dtype, device, None, scheme.stored)
         if not scheme.rounds_activations:  # codes are widened, and multiplied in the way chosen for 16 bits
             at = (dtype, device.index or 0, False)
-            chosen = [dispatch.choose(dispatch.Product(self.n, self.k, b, *at)) for b in buckets]
+            wide = dict.fromkeys(dispatch.bucket_of(b) for b in buckets)
+            chosen = [dispatch.choose(dispatch.Product(self.n, self.k, b, *at)) for b in wide]
             configs = [hopper.from_dict(c.config) for c in chosen if c.backend == "hopper"]
             hopper_source.compile_all(configs, dtype, device)
 

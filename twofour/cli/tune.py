@@ -40,7 +40,7 @@ def command(
     from twofour.io.checkpoint import Checkpoint
     from twofour.io.format import is_packed, packed_modules, scheme_of
     from twofour.io.structure import checkpoint_layers
-    from twofour.kernels import dispatch, tuning
+    from twofour.kernels import dispatch, dispatch_codes, tuning
     from twofour.quantize.schemes import scheme_named
 
     quiet_libraries()
@@ -56,7 +56,7 @@ def command(
     if dtype not in ("bfloat16", "float16"):
         raise InputError(f"the kernels multiply bfloat16 and float16, not {dtype}.")
     try:
-        buckets = dispatch.BUCKETS if tokens == "all" else tuple(int(t) for t in tokens.split(","))
+        counts = None if tokens == "all" else [int(t) for t in tokens.split(",")]
     except ValueError:
         raise InputError(f"--tokens takes numbers with commas, not {tokens!r}.") from None
     if shapes is not None:
@@ -78,8 +78,9 @@ def command(
         wanted = shapes_to_tune({name: (s[0], s[1]) for name, s in modules.items() if len(s) == 2})
     device = torch.device("cuda", torch.cuda.current_device())
     with progress("tuning") as on_progress:
-        counts = [dispatch.bucket_of(b) for b in buckets]
-        rows = tune(wanted, counts, getattr(torch, dtype), device, on_progress, chosen)
+        by = dispatch if chosen is None else dispatch_codes
+        buckets = by.BUCKETS if counts is None else [by.bucket_of(count) for count in counts]
+        rows = tune(wanted, buckets, getattr(torch, dtype), device, on_progress, chosen)
     for n, k in wanted:
         if not any((n, k) == (row["n"], row["k"]) for row in rows):
             note(f"No kernel runs a weight of {n}×{k} here: it is left to the reference.")

@@ -34,7 +34,7 @@ from twofour.kernels import (
     tuning,
     widen,
 )
-from twofour.kernels.dispatch import BUCKETS, Choice, bucket_of
+from twofour.kernels.dispatch import Choice
 from twofour.ops import library
 from twofour.packed import FOUR_BIT, scale_group
 from twofour.quantize.schemes import Codes
@@ -46,6 +46,14 @@ _CODES: dict[torch.dtype, Codes] = {torch.int8: "int8", torch.float8_e4m3fn: "fp
 
 #: Tokens up to which the weight's bytes are what counts.
 _FEW = 64
+
+#: One token is a number of its own: the kernels for any GPU spend next to nothing on it, where those of Hopper
+#: multiply 8, and need it not rounded.
+BUCKETS = (1, *dispatch.BUCKETS)
+
+
+def bucket_of(tokens: int) -> int:
+    return 1 if tokens == 1 else dispatch.bucket_of(tokens)
 
 
 @dataclass(frozen=True)
