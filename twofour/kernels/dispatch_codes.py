@@ -47,8 +47,8 @@ _CODES: dict[torch.dtype, Codes] = {torch.int8: "int8", torch.float8_e4m3fn: "fp
 #: Tokens up to which the weight's bytes are what counts.
 _FEW = 64
 
-#: One token is a number of its own: the kernels for any GPU spend next to nothing on it, where those of Hopper
-#: multiply 8, and need it not rounded.
+#: One token is a number of its own: the kernels for any GPU spend next to nothing on it, where those of
+#: Hopper multiply 8, and need it not rounded.
 BUCKETS = (1, *dispatch.BUCKETS)
 
 
