@@ -50,6 +50,7 @@ ROWS: tuple[tuple[str, int | None, str, str], ...] = (
     ("int4", 128, "joint", "tune"),
 )
 MORE: tuple[tuple[str, int | None, str, str], ...] = (
+    ("int8", None, "nearest", "smooth"),
     ("int8", None, "compensated", "smooth"),
     ("int8", None, "compensated", "tune"),
     ("int8-weight", None, "compensated", ""),
@@ -144,7 +145,7 @@ def run(given: argparse.Namespace, work: Path) -> None:
         """Make it, unless it is there, prove 2:4, and say how large it is and how long it took."""
         start = time.perf_counter()
         # Nearest without text: what there is for those who have none.
-        text = None if options.rounding == "nearest" else calibration
+        text = None if options.rounding == "nearest" and not options.smooth else calibration
         if not out.exists():
             quantize_checkpoint(source, out, options, calibration=text)
         seconds = time.perf_counter() - start

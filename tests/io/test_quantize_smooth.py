@@ -24,6 +24,21 @@ def text(tmp_path):
     return path
 
 
+@pytest.mark.parametrize(
+    ("scheme", "with_text", "without"),
+    [
+        ("int8", ("nearest", True), ("nearest", False)),
+        ("int8-weight", ("nearest", False), ("nearest", False)),
+        ("fp8", ("compensated", False), ("nearest", False)),
+        ("int4", ("compensated", False), ("nearest", False)),
+    ],
+)
+def test_defaults_of_rounding_and_smoothing(scheme, with_text, without):
+    assert QuantizeOptions(scheme).settled(has_text=True)[1:] == with_text
+    assert QuantizeOptions(scheme).settled(has_text=False)[1:] == without
+    assert QuantizeOptions(scheme, rounding="compensated").settled(has_text=True)[1] == "compensated"
+
+
 def test_smoothing_on_disk_gives_the_factors_of_a_whole_model(pruned, text):
     with_outliers(pruned)
     whole, tokenizer = load_causal_lm(pruned, "cpu")

@@ -48,7 +48,8 @@ LEAST = 3 / 16
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """`scheme` as in quantize/schemes.py; without `rounding` compensated if there is text, else nearest.
+    """`scheme` as in quantize/schemes.py; without `rounding` nearest for int8 or without text, and otherwise
+    compensated.
 
     `joint` rounding takes a dense model and prunes it. `smooth`: scale moves from activations into weights;
     None is yes for int8 with text, where large channels leave the others few codes, and otherwise no: in fp8
@@ -65,7 +66,9 @@ class QuantizeOptions:
     def settled(self, has_text: bool) -> tuple[Scheme, Rounding, bool]:
         """What it comes to, after refusing what cannot be."""
         scheme = scheme_named(self.scheme, self.group)
-        rounding = self.rounding or ("compensated" if has_text else "nearest")
+        # int8 leaves little to make up for, and what is learnt by heart weighs more (benchmarks/LOG.md).
+        by_text: Rounding = "nearest" if scheme.codes == "int8" else "compensated"
+        rounding = self.rounding or (by_text if has_text else "nearest")
         if not has_text and (rounding != "nearest" or self.smooth or self.tune):
             what = "smoothing" if self.smooth else "tuning" if self.tune else f"{rounding} rounding"
             raise InputError(f"{what} looks at the inputs of the layers.", hint="Give calibration text.")
@@ -100,8 +103,8 @@ def quantize_(
       (0): QuantizedLinear(in_features=64, out_features=32, bias=True, memory=auto, scheme=int8)
     )
 
-    `windows` [samples, length] are tokens of calibration text: with them errors are compensated, as 4 bits
-    need it, int8 is smoothed (see `QuantizeOptions`), and with `tune` each block is tuned as a whole as well.
+    `windows` [samples, length] are tokens of calibration text: with them fp8 and int4 are compensated, as 4
+    bits need it, int8 is smoothed (see `QuantizeOptions`), and with `tune` each block is tuned as a whole.
     `rounding="joint"` takes a dense model and prunes it on the way. Experts that are stored as one tensor are
     taken apart, as by `pack_`.
     """
