@@ -15,7 +15,8 @@ the loss (one kernel on a GPU), backward, clipping, fused AdamW on float32 weigh
 All take turns in one process, so that whatever else the machine does hits all, and a ratio is the median of
 the ratios within each round. How far it can be trusted is seen from `again`, a second dense step of each
 round, whose ratio should be 1. What should hold: masked at most 1.03 of dense, distill at most masked and the
-teacher together; with --beside it is distill_beside that has to. The document is printed as the last line.
+teacher together, with the teacher beside the student if `recover` has it so. The document is printed as
+the last line.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ def row_of(mode: str, arguments: argparse.Namespace, device: torch.device) -> di
         for other in ("dense", "masked"):
             if name in times:
                 ratios[f"{name}_to_{other}_and_teacher"] = ratio(times, name, (other, "teacher"))
+    judged = f"distill{'_beside' * (RUNS_BESIDE and device.type == 'cuda')}_to_masked_and_teacher"
     if arguments.scheme:
         assert masked.masks is not None
         rounded = RoundedLayers(masked.model, masked.masks.layers, SCHEMES[arguments.scheme])
@@ -163,14 +165,8 @@ def row_of(mode: str, arguments: argparse.Namespace, device: torch.device) -> di
         "ms": {name: round(statistics.median(found), 3) for name, found in times.items()},
         "least_ms": {name: round(min(found), 3) for name, found in times.items()},
         "ratios": ratios,
-        "holds": ratios["masked"] <= MOST_MASKED and ratios[judged(arguments)] <= MOST_DISTILL,
+        "holds": ratios["masked"] <= MOST_MASKED and ratios[judged] <= MOST_DISTILL,
     }
-
-
-def judged(arguments: argparse.Namespace) -> str:
-    """The ratio that is held against the limit."""
-    beside = arguments.beside and torch.device(arguments.device).type == "cuda"
-    return f"distill{'_beside' * beside}_to_masked_and_teacher"
 
 
 def main() -> None:
@@ -185,12 +181,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
     parser.add_argument("--scheme", choices=list(SCHEMES))
-    parser.add_argument(
-        "--beside",
-        action=argparse.BooleanOptionalAction,
-        default=RUNS_BESIDE,
-        help="judge the step with the teacher beside the student; default: as recover does it",
-    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="a file for the document too")
     arguments = parser.parse_args()

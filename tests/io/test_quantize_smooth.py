@@ -28,7 +28,7 @@ def text(tmp_path):
     ("scheme", "with_text", "without"),
     [
         ("int8", ("nearest", True), ("nearest", False)),
-        ("int8-weight", ("nearest", False), ("nearest", False)),
+        ("int8-weight", ("compensated", False), ("nearest", False)),
         ("fp8", ("compensated", False), ("nearest", False)),
         ("int4", ("compensated", False), ("nearest", False)),
     ],
@@ -36,6 +36,7 @@ def text(tmp_path):
 def test_defaults_of_rounding_and_smoothing(scheme, with_text, without):
     assert QuantizeOptions(scheme).settled(has_text=True)[1:] == with_text
     assert QuantizeOptions(scheme).settled(has_text=False)[1:] == without
+    assert QuantizeOptions(scheme, smooth=False).settled(has_text=True)[1:] == ("compensated", False)
     assert QuantizeOptions(scheme, rounding="compensated").settled(has_text=True)[1] == "compensated"
 
 

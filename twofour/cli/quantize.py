@@ -57,7 +57,7 @@ def command(
     rounding: Annotated[
         str | None,
         typer.Option(
-            help="nearest or compensated. Default: compensated for fp8 and int4 with text, else nearest.",
+            help="nearest or compensated. Default: compensated with text, unless int8 is smoothed.",
             show_default=False,
         ),
     ] = None,

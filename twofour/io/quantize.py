@@ -48,8 +48,8 @@ LEAST = 3 / 16
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """`scheme` as in quantize/schemes.py; without `rounding` nearest for int8 or without text, and otherwise
-    compensated.
+    """`scheme` as in quantize/schemes.py; without `rounding` compensated if there is text, but for smoothed
+    int8, and else nearest.
 
     `joint` rounding takes a dense model and prunes it. `smooth`: scale moves from activations into weights;
     None is yes for int8 with text, where large channels leave the others few codes, and otherwise no: in fp8
@@ -66,9 +66,11 @@ class QuantizeOptions:
     def settled(self, has_text: bool) -> tuple[Scheme, Rounding, bool]:
         """What it comes to, after refusing what cannot be."""
         scheme = scheme_named(self.scheme, self.group)
-        # int8 leaves little to make up for, and what is learnt by heart weighs more (benchmarks/LOG.md).
-        by_text: Rounding = "nearest" if scheme.codes == "int8" else "compensated"
-        rounding = self.rounding or (by_text if has_text else "nearest")
+        by_default = has_text and scheme.rounds_activations and scheme.codes == "int8"
+        smooth = by_default if self.smooth is None else self.smooth
+        # Smoothed int8 leaves little to make up for: what is learnt by heart weighs more (benchmarks/LOG.md).
+        little = smooth and scheme.codes == "int8"
+        rounding = self.rounding or ("compensated" if has_text and not little else "nearest")
         if not has_text and (rounding != "nearest" or self.smooth or self.tune):
             what = "smoothing" if self.smooth else "tuning" if self.tune else f"{rounding} rounding"
             raise InputError(f"{what} looks at the inputs of the layers.", hint="Give calibration text.")
@@ -77,8 +79,7 @@ class QuantizeOptions:
                 f"{scheme.name} leaves activations as they are, so there is nothing to smooth.",
                 hint="Leave smoothing out.",
             )
-        by_default = has_text and scheme.rounds_activations and scheme.codes == "int8"
-        return scheme, rounding, by_default if self.smooth is None else self.smooth
+        return scheme, rounding, smooth
 
 
 def quantize_(
@@ -103,8 +104,8 @@ def quantize_(
       (0): QuantizedLinear(in_features=64, out_features=32, bias=True, memory=auto, scheme=int8)
     )
 
-    `windows` [samples, length] are tokens of calibration text: with them fp8 and int4 are compensated, as 4
-    bits need it, int8 is smoothed (see `QuantizeOptions`), and with `tune` each block is tuned as a whole.
+    `windows` [samples, length] are tokens of calibration text: with them errors are compensated, as 4 bits
+    need it, or int8 is smoothed (see `QuantizeOptions`), and with `tune` each block is tuned as a whole.
     `rounding="joint"` takes a dense model and prunes it on the way. Experts that are stored as one tensor are
     taken apart, as by `pack_`.
     """

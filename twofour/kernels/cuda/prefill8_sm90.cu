@@ -5,7 +5,7 @@
 // of 256 columns, 32 bytes a row, what the memory gives at once, have a ring of their own.
 //
 // Products of 8 bits are so short that copies and products take about the same time, and neither hides anything else: the
-// wait for a stage and for its positions must lie under products that run (benchmarks/LOG.md: a seventh of the time).
+// wait for a stage and for its positions must lie under products that run (benchmarks/LOG.md: a tenth of the time and more).
 //
 // Every sum is multiplied by the scales of its row and of its token before the bias is added.
 //
