@@ -376,7 +376,7 @@ def _fit_of(
 ) -> _Kind | None:
     one = kind(room, warpgroups, split, step, 1)
     registers = 65536 // resident // one.threads
-    room_each = (_SHARED_BYTES + _RESERVED) // resident - _RESERVED - (_BARRIERS if resident > 1 else 0)
+    room_each = (_SHARED_BYTES + _RESERVED) // resident - _RESERVED - _BARRIERS
     stages = (room_each - one.shared_bytes) // one.stage_bytes + 1
     if stages < 2 or one.registers > min(registers, 255) or (room // 2) % split:
         return None
