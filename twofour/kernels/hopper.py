@@ -13,13 +13,22 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
 _SHARED_BYTES = 227 << 10  # that a block may have
 _RESERVED = 1 << 10  # bytes that a multiprocessor keeps back for each block, beside these
 _BARRIERS = 512  # bytes of shared memory that are not tiles, at most
+
+
+class Shares(NamedTuple):
+    """How the units of work of a product are shared out among the blocks."""
+
+    blocks: int
+    whole: int = 0  # units that are not cut
+    parts: int = 1  # along the columns, of each of the others
+    part_bytes: int = 0  # of memory for the parts' sums
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,8 @@ class Decode:
     def row_units(self, rows: int) -> int:
         return -(-rows // (64 * self.warpgroups))
 
-    def blocks(self, row_units: int, tiles: int, resident: int) -> int:
-        """Blocks to launch; `resident` clusters run at the same time."""
-        return row_units * tiles * self.split
+    def share_out(self, units: int, steps: int, resident: int) -> Shares:
+        return Shares(units * self.split)
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,20 @@ class Prefill:
     def row_units(self, rows: int) -> int:
         return -(-rows // (64 * self.warpgroups * self.cluster))
 
-    def blocks(self, row_units: int, tiles: int, resident: int) -> int:
-        return min(row_units * tiles, resident) * self.cluster
+    def share_out(self, units: int, steps: int, resident: int) -> Shares:
+        """Every cluster takes a unit a round. Those left for the last round are cut if they are few."""
+        left = units % resident
+        may_cut = left and self.warpgroups < 3  # as in cuda/tiles_sm90.cuh
+        most = min(resident // left, (steps + 1) // 2) if may_cut else 1
+        # To gather the sums of a unit takes about two steps' time for each part of it.
+        parts = min(range(1, most + 1), key=lambda parts: steps / parts + (2 * parts if parts > 1 else 0))
+        if parts == 1:
+            return Shares(min(units, resident) * self.cluster, units)
+        clusters = resident if units > resident else left * parts
+        block_bytes = self.warpgroups * (32 + 256 * self.tokens)  # as in cuda/tiles_sm90.cuh
+        return Shares(
+            clusters * self.cluster, units - left, parts, left * (parts - 1) * self.cluster * block_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -233,7 +253,8 @@ def configs8(tokens: int, n: int = 8) -> list[Decode8 | Prefill8]:
     few: list[Decode8 | Prefill8] = []
     if tokens <= 256 or n % 8:
         room = _room(tokens)
-        for resident, warpgroups, split, step in itertools.product((2, 1), (1, 2, 4), (1, 2, 4), (256, 512)):
+        heights = (1, 2, 3, 4) if tokens <= 64 else (1, 2, 4)
+        for resident, warpgroups, split, step in itertools.product((2, 1), heights, (1, 2, 4), (256, 512)):
             few += [c] if (c := _fit8(room, warpgroups, split, step, resident)) else []
     if tokens <= 32 or n % 8:
         return list(dict.fromkeys(few))
@@ -304,6 +325,8 @@ def _fit_rows(blocks: int, room: int, processors: int, gated: bool) -> Decode | 
         return _fit(
             room, 1, split, step, 2 if split > 1 and room <= 16 and blocks * split <= processors else 1
         )
+    if 2 * blocks <= 3 * processors and 16 <= room <= 64:  # few enough for blocks of three times the rows
+        return _fit(room, 3, 2, 128, 1)
     # More than one each: two small blocks side by side, or one of twice the rows if enough of these are left.
     if room <= 8 or (room <= 64 and 10 * blocks < 14 * processors):
         return _fit(room, 1, 1, step if blocks <= 2 * processors else 128, 2)
@@ -344,7 +367,7 @@ def _decode_configs(tokens: int) -> list[Decode]:
     """In one tile while they are few, in one or several after that."""
     room = _room(tokens)
     if tokens <= 64:
-        choices = itertools.product((room,), (2, 1), (1, 2, 4), (1, 2, 4), (128, 256))
+        choices = itertools.product((room,), (2, 1), (1, 2, 3, 4), (1, 2, 4), (128, 256))
     else:  # what was never among the best is left out: benchmarks/results/h200-tune-8b.json
         tiles = [t for t in (64, 96, 128, 192, 256) if t <= room]
         choices = itertools.product(tiles, (1,), (1, 2, 4), (1, 2, 4) if room <= 96 else (1, 2), (128,))

@@ -8,6 +8,7 @@ when x is somewhere else.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from twofour.kernels import nvrtc
-from twofour.kernels.hopper import Config, Decode4, Prefill8
+from twofour.kernels.hopper import Config, Decode4, Prefill, Prefill8
 from twofour.kernels.hopper_source import ARCHITECTURE, source
 
 _ELEMENT = {
@@ -27,6 +28,7 @@ _ELEMENT = {
     torch.float8_e4m3fn: 0,
 }  # CUtensorMapDataType
 _SWIZZLE_32, _SWIZZLE_64, _SWIZZLE_128 = 1, 2, 3
+_MARK = int.from_bytes(os.urandom(8), "little") | 1  # not found in memory by chance, and not zero
 _KEPT_LAUNCHES = 4096  # of one shape: more than any model has layers, few enough to forget a lost model's
 
 
@@ -123,6 +125,7 @@ class _Launch:
         n, k, dtype, config = of.n, of.k, of.dtype, of.config
         rows = 64 * config.warpgroups
         self.lock = threading.Lock()
+        self.device = torch.device("cuda", of.device)
         self.memory = ctypes.create_string_buffer(4 * 128)
         maps = -(-ctypes.addressof(self.memory) // 128) * 128
         four_bit = isinstance(config, Decode4)
@@ -139,14 +142,23 @@ class _Launch:
         _describe_rows(maps, element, values, n, columns, pitch, box, rows, swizzle, of.gated)
         places, box = maps + 128, config.position_bytes
         _describe_rows(places, torch.uint8, meta, n, k // 8, k // 8, box, rows, of_positions, of.gated)
-        self.pointers = (ctypes.c_uint64 * 4)()  # y, bias, scales of rows and of tokens
+        # y, bias, scales of rows and of tokens, memory for sums of parts and the mark that they are there
+        self.pointers = (ctypes.c_uint64 * 6)(0, 0, 0, 0, 0, _MARK)
         self.config, self.room, self.resident = config, config.tokens, of.resident
-        self.row_units = config.row_units(2 * n if of.gated else n)
-        # n, tokens, steps, units of rows, tiles of tokens, units of rows that share the cache, k
-        self.numbers = (ctypes.c_int * 7)(n, 0, -(-k // config.step), self.row_units, 1, config.grouped, k)
+        self.row_units, self.steps, self.tiles = (
+            config.row_units(2 * n if of.gated else n),
+            -(-k // config.step),
+            0,
+        )
+        # n, tokens, steps, units of rows, tiles of tokens, units of rows that share the cache, units that are
+        # not cut, parts of the others, k
+        self.numbers = (ctypes.c_int * 9)(n, 0, self.steps, self.row_units, 1, config.grouped, 0, 1, k)
         at, number = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
-        last = number + 24 if four_bit else at + 24  # k in the place of the tokens' scales
-        where = [maps, maps + 128, maps + 256, at, at + 8, *range(number, number + 24, 4), at + 16, last]
+        where = [maps, maps + 128, maps + 256, at, at + 8, number, number + 4]
+        if isinstance(config, Prefill):  # Work and Parts of cuda/tiles_sm90.cuh
+            where += [number + 8, at + 32, at + 16, at + 24]
+        else:  # with k in the place of the tokens' scales where weights have 4 bits
+            where += [*range(number + 8, number + 24, 4), at + 16, number + 32 if four_bit else at + 24]
         self.arguments = (ctypes.c_void_p * len(where))(*where)
         self.describe_x = _x_describer(maps + 256, dtype, k, config.x_box)
         self.run = nvrtc.launcher(
@@ -160,9 +172,18 @@ class _Launch:
         with self.lock:  # the driver copies the arguments before it returns
             self.describe_x(x, tokens)
             pointers, numbers = self.pointers, self.numbers
+            if tiles != self.tiles:
+                self.tiles = tiles
+                self.shares = self.config.share_out(self.row_units * tiles, self.steps, self.resident)
+                numbers[4], numbers[6], numbers[7] = tiles, self.shares.whole, self.shares.parts
             pointers[0], pointers[1], pointers[2], pointers[3] = out, bias, row_scale, token_scale
-            numbers[1], numbers[4] = tokens, tiles
-            self.run(self.config.blocks(self.row_units, tiles, self.resident), stream)
+            numbers[1] = tokens
+            if (
+                self.shares.part_bytes
+            ):  # torch's allocator knows what else runs, in which stream and which graph
+                memory = torch.empty(self.shares.part_bytes, dtype=torch.uint8, device=self.device)
+                pointers[4] = memory.data_ptr()
+            self.run(self.shares.blocks, stream)
 
 
 def _x_describer(at: int, dtype: torch.dtype, k: int, box_tokens: int) -> Any:

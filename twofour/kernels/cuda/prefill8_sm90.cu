@@ -27,8 +27,7 @@ __device__ __forceinline__ u64 descriptor_64(u32 address) {
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
 prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
          const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
-         int steps, int sets, int tiles, int grouped, const u16* __restrict__ row_scale,
-         const float* token_scale) {
+         const Work work, const Parts parts, const u16* __restrict__ row_scale, const float* token_scale) {
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which write into each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
@@ -40,7 +39,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
   __shared__ alignas(8) float token_scales[WARPGROUPS][TOKENS];
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, units = sets * tiles;
+  const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, pieces = work.pieces();
 
   if (threadIdx.x == CONSUMERS) {
     prefetch_map(&values);
@@ -92,20 +91,21 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
           copy_tile(to, &x, step * 128, token, barrier, policy);
       };
       Ring<STAGES> next;  // the stage to be filled
-      for (int unit = blockIdx.x / CLUSTER; unit < units; unit += clusters) {
-        const Unit at(unit, sets, tiles, grouped, rank);
-        int fetched = 0;
-        if (unit == blockIdx.x / CLUSTER) {  // W does not depend on the kernel before this one, x may be its work
-          const int ahead = min(min(STAGES, 2 * E_STAGES), steps);  // for which there are buffers
-          while (fetched < ahead) copy_weights(fetched, at.rows, fetched), ++fetched;
+      for (int number = blockIdx.x / CLUSTER; number < pieces; number += clusters) {
+        const Piece piece(number, work, rank);
+        const int end = piece.first + piece.steps;
+        int fetched = piece.first;
+        if (number == blockIdx.x / CLUSTER) {  // W does not depend on the kernel before this one, x may be its work
+          const int ahead = min(min(STAGES, 2 * E_STAGES), piece.steps);  // for which there are buffers
+          for (int stage = 0; stage < ahead; ++stage) copy_weights(stage, piece.at.rows, fetched++);
           asm volatile("griddepcontrol.wait;" ::: "memory");
         }
-        for (int step = 0; step < steps; ++step) {
+        for (int step = piece.first; step < end; ++step) {
           if (step >= fetched) {
             barrier_wait(shared_address(&empty[next.stage]), next.phase ^ 1);  // the first round passes at once
-            copy_weights(next.stage, at.rows, step);
+            copy_weights(next.stage, piece.at.rows, step);
           }
-          copy_x(next.stage, at.token, step);
+          copy_x(next.stage, piece.at.token, step);
           next.advance();
         }
       }
@@ -152,7 +152,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
   // 128 columns, as two products. While they and those before run, the next stage is waited for and its positions are
   // fetched, so that nothing is left to do between the end of those before and the next ones. Three sets of positions:
   // of the products before, of these, and of the next.
-  auto multiply = [&](int step, u32(&before)[2], u32(&places)[2], u32(&next)[2]) {
+  auto multiply = [&](int step, int steps, u32(&before)[2], u32(&places)[2], u32(&next)[2]) {
     const u32 a = a_first + now.stage * (STAGE_BYTES >> 4), b = b_first + now.stage * (STAGE_BYTES >> 4);
     hold();
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -177,8 +177,10 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
   const int member = threadIdx.x % 128;
   auto everyone = [&]() { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); };
   asm volatile("griddepcontrol.wait;" ::: "memory");  // they are the work of the kernel before
-  for (int unit = blockIdx.x / CLUSTER; unit < units; unit += clusters) {
-    const Unit at(unit, sets, tiles, grouped, rank);
+  for (int number = blockIdx.x / CLUSTER; number < pieces; number += clusters) {
+    const Piece piece(number, work, rank);
+    const Unit& at = piece.at;
+    const int steps = piece.steps;
     float coming[EACH];
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
@@ -189,9 +191,9 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0;
     fetch(0, places_0);
     for (int step = 0; step < steps; step += 3) {
-      multiply(step, places_2, places_0, places_1);
-      if (step + 1 < steps) multiply(step + 1, places_0, places_1, places_2);
-      if (step + 2 < steps) multiply(step + 2, places_1, places_2, places_0);
+      multiply(step, steps, places_2, places_0, places_1);
+      if (step + 1 < steps) multiply(step + 1, steps, places_0, places_1, places_2);
+      if (step + 2 < steps) multiply(step + 2, steps, places_1, places_2, places_0);
     }
     if (steps % 2) e.advance();  // the second half of its positions is beyond the edge
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -200,6 +202,13 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     asm volatile("" : "+r"(places_2[0]), "+r"(places_2[1])::"memory");
     release(now.before());
     release_positions();
+    if (CUTS && piece.cut >= 0) {
+      if (piece.part < work.parts - 1) {
+        parts.leave(sum, work, piece, rank);
+        continue;
+      }
+      parts.add(sum, work, piece, rank);
+    }
     everyone();  // has written the tile before
 #pragma unroll
     for (int j = 0; j < EACH; ++j)

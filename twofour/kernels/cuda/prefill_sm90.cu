@@ -24,7 +24,7 @@ constexpr int B_PART = B_STAGE / CLUSTER;         // what one block of the clust
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
 prefill(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
         const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
-        int steps, int sets, int tiles, int grouped) {
+        const Work work, const Parts parts) {
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which write into each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
@@ -36,7 +36,7 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   __shared__ alignas(16) char turning[4 * WARPGROUPS][2][512];  // two turns of a warp's sums
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, units = sets * tiles;
+  const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, pieces = work.pieces();
 
   if (threadIdx.x == CONSUMERS) {
     prefetch_map(&values);
@@ -99,18 +99,19 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
         b.advance();
       };
       bool waited = false;
-      for (int unit = blockIdx.x / CLUSTER; unit < units; unit += clusters) {
-        const Unit at(unit, sets, tiles, grouped, rank);
-        int fetched = 0;
+      for (int number = blockIdx.x / CLUSTER; number < pieces; number += clusters) {
+        const Piece piece(number, work, rank);
+        const int end = piece.first + piece.steps;
+        int fetched = piece.first;
         if (!waited) {  // W does not depend on the kernel before this one, x may be its work
-          while (fetched < min(A_STAGES, steps)) copy_weights(at.rows, fetched++);
+          while (fetched < min(piece.first + A_STAGES, end)) copy_weights(piece.at.rows, fetched++);
           asm volatile("griddepcontrol.wait;" ::: "memory");
           waited = true;
         }
-        for (int step = 0; step < steps; ++step) {
-          if (step >= fetched) copy_weights(at.rows, step);
-          copy_x(at.token, 2 * step);
-          copy_x(at.token, 2 * step + 1);
+        for (int step = piece.first; step < end; ++step) {
+          if (step >= fetched) copy_weights(piece.at.rows, step);
+          copy_x(piece.at.token, 2 * step);
+          copy_x(piece.at.token, 2 * step + 1);
         }
       }
     }
@@ -185,8 +186,9 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     }
   };
 
-  for (int unit = blockIdx.x / CLUSTER; unit < units; unit += clusters) {
-    const Unit at(unit, sets, tiles, grouped, rank);
+  for (int number = blockIdx.x / CLUSTER; number < pieces; number += clusters) {
+    const Piece piece(number, work, rank);
+    const int steps = piece.steps;
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0.f;
     fetch_positions(0, even);
@@ -204,7 +206,14 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     release(&a_empty[a.before()]);
     release(&e_empty[e.before()]);
 
-    write_tile(sum, at, shared_address(turning[warp]), y, bias, nullptr, nullptr, n, tokens);
+    if (CUTS && piece.cut >= 0) {
+      if (piece.part < work.parts - 1) {
+        parts.leave(sum, work, piece, rank);
+        continue;
+      }
+      parts.add(sum, work, piece, rank);
+    }
+    write_tile(sum, piece.at, shared_address(turning[warp]), y, bias, nullptr, nullptr, n, tokens);
     __syncwarp();  // before the next tile's sums come here
   }
   end_together();

@@ -1,12 +1,16 @@
 // What the Hopper kernels share, after common.cuh: barriers, the tensor copy engine, clusters, wgmma's descriptors.
 
-// Sums of products, and a place that the compiler must not move them across.
+// Sums of products, as operands of instructions, and a place that the compiler must not move them across.
 #if CODES == 2
 typedef int Sum;
+#define SUM_IN(s) "r"(s)
+#define SUM_OUT(s) "=r"(s)
 #define HOLD(s) asm volatile("" : "+r"(s)::"memory")
 #define STORE_IN_CLUSTER(to, s) asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(s) : "memory")
 #else
 typedef float Sum;
+#define SUM_IN(s) "f"(s)
+#define SUM_OUT(s) "=f"(s)
 #define HOLD(s) asm volatile("" : "+f"(s)::"memory")
 #define STORE_IN_CLUSTER(to, s) asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(s) : "memory")
 #endif

@@ -4,6 +4,7 @@
 constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int CONSUMERS = 128 * WARPGROUPS;
 constexpr int ACCUMULATORS = TOKENS / 2;
+constexpr bool CUTS = WARPGROUPS < 3;  // whether units may be cut, see Work: more threads have no registers for that
 
 // Which rows and tokens a cluster's unit of work is: units that run at the same time lie in `grouped` sets of rows
 // and neighbouring tiles of tokens, so that what they read is still in the cache for each other.
@@ -13,6 +14,30 @@ struct Unit {
     const int first = unit / (grouped * tiles) * grouped, height = min(grouped, sets - first);
     rows = (first + unit % (grouped * tiles) % height) * CLUSTER + rank;
     token = unit % (grouped * tiles) / height * TOKENS;
+  }
+};
+
+// What a cluster does at a time. Every cluster takes a unit a round, and where the last round has few of them left, these
+// are cut into `parts` along the columns, so that more clusters have something to do: the one with a unit's last part
+// adds to its sums those that the others leave it.
+struct Work {
+  int steps, sets, tiles, grouped, whole, parts;  // steps of 128 columns; `whole` units are not cut
+  __device__ __forceinline__ int left() const { return sets * tiles - whole; }
+  __device__ __forceinline__ int pieces() const { return whole + left() * parts; }
+};
+struct Piece {
+  Unit at;
+  int first = 0, steps, cut = -1, part = 0;  // columns; which of the units that are cut
+  __device__ __forceinline__ Piece(int number, const Work& work, int rank)
+      : at(!CUTS || number < work.whole ? number : work.whole + (number - work.whole) % work.left(), work.sets,
+           work.tiles, work.grouped, rank),
+        steps(work.steps) {
+    if (!CUTS || number < work.whole) return;
+    cut = (number - work.whole) % work.left();
+    part = (number - work.whole) / work.left();
+    const int pairs = (work.steps + 1) / 2;  // positions come for two steps at a time
+    first = pairs * part / work.parts * 2;
+    steps = min(work.steps, pairs * (part + 1) / work.parts * 2) - first;
   }
 };
 
@@ -51,6 +76,61 @@ __device__ __forceinline__ void release_in_cluster(u32 barrier) {
     if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
   }
 }
+
+// The sums of a part go through memory, warp by warp: `ready` is the mark that they are there. That memory holds whatever
+// was there before, so the mark is a number that cannot be there by chance, and it is wiped out when it has been seen.
+struct Parts {
+  char* memory;  // for each block of each part but the last of each unit: marks of its warps, and its sums
+  u64 mark;
+
+  static constexpr int WARPS = 4 * WARPGROUPS, BYTES = 8 * WARPS + 4 * ROWS * TOKENS;
+  __device__ __forceinline__ char* block_of(const Work& work, const Piece& piece, int part, int rank) const {
+    return memory + (long long)((piece.cut * (work.parts - 1) + part) * CLUSTER + rank) * BYTES;
+  }
+  __device__ __forceinline__ static Sum* sums_in(char* block) {  // of this thread, four and four
+    return (Sum*)(block + 8 * WARPS) + 4 * threadIdx.x;
+  }
+  __device__ __forceinline__ void leave(const Sum (&sum)[ACCUMULATORS], const Work& work, const Piece& piece,
+                                        int rank) const {
+    char* block = block_of(work, piece, piece.part, rank);
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS; j += 4)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(sums_in(block) + j * CONSUMERS), SUM_IN(sum[j]),
+                   SUM_IN(sum[j + 1]), SUM_IN(sum[j + 2]), SUM_IN(sum[j + 3])
+                   : "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      u64* ready = (u64*)block + threadIdx.x / 32;
+      asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u64 [%0], %1;" ::"l"(ready), "l"(mark) : "memory");
+    }
+  }
+  // In a fixed order, so that the result does not depend on who was first.
+  __device__ __forceinline__ void add(Sum (&sum)[ACCUMULATORS], const Work& work, const Piece& piece, int rank) const {
+    for (int part = 0; part < work.parts - 1; ++part) {
+      char* block = block_of(work, piece, part, rank);
+      u64* ready = (u64*)block + threadIdx.x / 32;
+      if (threadIdx.x % 32 == 0) {
+        u64 seen;
+        do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(ready) : "memory");
+        while (seen != mark);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < ACCUMULATORS; j += 4) {
+        Sum other[4];  // from the second cache: the first may have what was here before
+        asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : SUM_OUT(other[0]), SUM_OUT(other[1]), SUM_OUT(other[2]), SUM_OUT(other[3])
+                     : "l"(sums_in(block) + j * CONSUMERS)
+                     : "memory");
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[j + i] += other[i];
+      }
+      __syncwarp();
+      if (threadIdx.x % 32 == 0)
+        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(ready), "l"(0ull) : "memory");
+    }
+  }
+};
 
 // Four 8×8 matrices to shared memory, their columns as rows of 16 bytes at the addresses that the lanes give.
 __device__ __forceinline__ void store_transposed(u32 to, const u32 (&in)[4]) {
