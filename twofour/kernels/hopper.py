@@ -174,8 +174,7 @@ class Prefill:
         left = units % resident
         may_cut = left and self.warpgroups < 3  # as in cuda/tiles_sm90.cuh
         most = min(resident // left, (steps + 1) // 2) if may_cut else 1
-        # To gather the sums of a unit takes about two steps' time for each part of it.
-        parts = min(range(1, most + 1), key=lambda parts: steps / parts + (2 * parts if parts > 1 else 0))
+        parts = min(range(1, most + 1), key=lambda parts: _round_of_parts(parts, steps))
         if parts == 1:
             return Shares(min(units, resident) * self.cluster, units)
         clusters = resident if units > resident else left * parts
@@ -210,6 +209,14 @@ class Prefill8(Prefill):
     @property
     def _position_ring(self) -> int:
         return 64 * self.warpgroups * self.e_stages * self.position_bytes
+
+
+def _round_of_parts(parts: int, steps: float) -> float:
+    """The time of a round of units that are cut, as a share of that of whole ones.
+
+    To gather a unit's sums takes about four steps' time for each part of it.
+    """
+    return 1 / parts + (4 * parts / steps if parts > 1 else 0)
 
 
 Config = Decode | Prefill
@@ -344,8 +351,10 @@ def _least_cycles(rows: int, k: int, tokens: int, processors: int) -> Prefill:
     """
 
     def cycles(config: Prefill) -> float:
-        units = config.row_units(rows) * -(-tokens // config.tokens)
-        rounds = -(-units // (processors // config.cluster))
+        units, clusters = config.row_units(rows) * -(-tokens // config.tokens), processors // config.cluster
+        shares = config.share_out(units, -(-k // 128), clusters)
+        rounds: float = -(-shares.whole // clusters)
+        rounds += _round_of_parts(shares.parts, k / 128) if units > shares.whole else 0
         arriving = (64 * config.warpgroups * 144 + 256 * config.tokens / config.cluster) / 33
         tile = max(arriving, 2 * config.tokens * config.warpgroups) * k / 128 + 3000
         return rounds * tile * (1.12 if config.warpgroups > 2 else 1)

@@ -115,15 +115,18 @@ struct Parts {
         while (seen != mark);
       }
       __syncwarp();
+      constexpr int ASKED = ACCUMULATORS % 16 ? 8 : 16;  // at once, of those that the registers have room for
 #pragma unroll
-      for (int j = 0; j < ACCUMULATORS; j += 4) {
-        Sum other[4];  // from the second cache: the first may have what was here before
-        asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : SUM_OUT(other[0]), SUM_OUT(other[1]), SUM_OUT(other[2]), SUM_OUT(other[3])
-                     : "l"(sums_in(block) + j * CONSUMERS)
-                     : "memory");
+      for (int j = 0; j < ACCUMULATORS; j += ASKED) {
+        Sum other[ASKED];  // from the second cache: the first may have what was here before
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum[j + i] += other[i];
+        for (int i = 0; i < ASKED; i += 4)
+          asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                       : SUM_OUT(other[i]), SUM_OUT(other[i + 1]), SUM_OUT(other[i + 2]), SUM_OUT(other[i + 3])
+                       : "l"(sums_in(block) + (j + i) * CONSUMERS)
+                       : "memory");
+#pragma unroll
+        for (int i = 0; i < ASKED; ++i) sum[j + i] += other[i];
       }
       __syncwarp();
       if (threadIdx.x % 32 == 0)
