@@ -43,10 +43,10 @@ def shares(n, k, tokens, config):
 @pytest.mark.parametrize(
     ("n", "k", "tokens"),
     [
-        (4352, 1152, 1000),  # one round, then two units; an odd number of steps, a ragged last tile
+        (4352, 4224, 1000),  # one round, then two units; an odd number of steps, a ragged last tile
         (256, 8192, 100),  # a single unit
         (4096, 4096, 512),
-        (8712, 2048, 1024),  # three rounds, then few
+        (8712, 4096, 1024),  # two rounds, then few
         (1000, 14336, 300),
     ],
 )
