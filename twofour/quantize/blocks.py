@@ -6,6 +6,9 @@ W·x also repairs it, as far as a matrix can: the best one is W + W·D·G⁻¹ w
 of (x - x′)·x′ᵀ, so that is what is rounded in place of W. For x the model runs along as it was, and a layer's
 inputs are measured when those before it in the same block are rounded already. Where the scheme rounds
 activations, x′ is what is left of them.
+
+A matrix W·D·G⁻¹ also learns by heart what only these tokens have. How much of it carries over to others is
+seen on every fourth window: the matrix is made without them, and they say how far to go.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from twofour.quantize.rounding import DAMPING, Quantized, Rounding, quantize_mat
 from twofour.quantize.schemes import Scheme
 from twofour.quantize.tune import tune_
 from twofour.select import Layer
+
+#: Every so many batches of windows, one says how much of a shift carries over.
+HOLD_OUT = 4
 
 
 class Keeper(Protocol):
@@ -127,7 +133,7 @@ def _round_together(
     scheme: Scheme,
     rounding: Rounding,
     gram: Gram,
-    drift: Tensor | None,
+    drift: Drift | None,
     dtypes: Mapping[Layer, torch.dtype],
 ) -> dict[Layer, Quantized]:
     """Layers with the same input as one matrix: rows are rounded for themselves, and columns one by one, so
@@ -147,11 +153,19 @@ def _round_together(
     return found
 
 
+@dataclass(frozen=True)
+class Drift:
+    """D, the mean of (x - x′)·x′ᵀ, and G and D of the windows that say how much of a shift carries over."""
+
+    mean: Tensor
+    held_out: tuple[Gram, Tensor] | None = None
+
+
 class _Reached(Exception):
     """Raised to leave the block once a layer has had its input."""
 
 
-def inputs_in_order(block: Block, scheme: Scheme) -> Iterator[tuple[list[Layer], Gram, Tensor | None]]:
+def inputs_in_order(block: Block, scheme: Scheme) -> Iterator[tuple[list[Layer], Gram, Drift | None]]:
     """The layers as they run, those with the same input together, with G and D of it when their turn comes.
 
     The caller changes them before it asks for the next. Layers that not every token passes (experts) have
@@ -166,20 +180,33 @@ def inputs_in_order(block: Block, scheme: Scheme) -> Iterator[tuple[list[Layer],
         yield (stage, *measured) if measured is not None else (stage, gram, None)
 
 
-def shifted_target(weight: Tensor, gram: Gram, drift: Tensor, layer: str | None = None) -> Tensor:
-    """W + W·D·G⁻¹: makes of the inputs as they are now most nearly what W made of those before.
+def shifted_target(weight: Tensor, gram: Gram, drift: Drift, layer: str | None = None) -> Tensor:
+    """W + W·D·G⁻¹, as far as that carries over: makes of the inputs as they are now most nearly what W made
+    of those before.
 
     >>> gram = Gram(2)
     >>> gram.add(torch.eye(2))
-    >>> shifted_target(torch.ones(1, 2), gram, torch.zeros(2, 2))
+    >>> shifted_target(torch.ones(1, 2), gram, Drift(torch.zeros(2, 2)))
     tensor([[1., 1.]])
     """
-    root, _ = gram.derived(
-        ("shifted", DAMPING, weight.device),
-        lambda: damped_cholesky(_alive(gram.mean.to(weight.device)), DAMPING, layer),
-    )
-    moved = weight.float() @ drift.to(weight.device)
-    return weight.float() + torch.cholesky_solve(moved.t(), root).t()
+    weight = weight.float()
+    shift = _shift(weight, gram.mean, drift.mean, layer)
+    if drift.held_out is None:
+        return weight + shift
+    (held_gram, held_drift), here = drift.held_out, weight.device
+    part = held_gram.tokens / gram.tokens
+    rest_gram = (gram.mean - part * held_gram.mean) / (1 - part)
+    rest_drift = (drift.mean - part * held_drift) / (1 - part)
+    trial = _shift(weight, rest_gram, rest_drift, layer)
+    # |W·(x - x′) - a·trial·x′|² over the held-out tokens is least for this a.
+    wanted = ((weight @ held_drift.to(here)) * trial).sum()
+    moved = ((trial @ held_gram.mean.to(here)) * trial).sum()
+    return weight + shift * (wanted / moved).clamp(0, 1) if bool(moved > 0) else weight
+
+
+def _shift(weight: Tensor, gram: Tensor, drift: Tensor, layer: str | None) -> Tensor:
+    root, _ = damped_cholesky(_alive(gram.to(weight.device)), DAMPING, layer)
+    return torch.cholesky_solve((weight @ drift.to(weight.device)).t(), root).t()
 
 
 def _alive(gram: Tensor) -> Tensor:
@@ -209,22 +236,25 @@ def _stages(block: Block) -> list[list[Layer]]:
     return list(stages.values())
 
 
-def _measure(block: Block, original: nn.Module, layer: Layer, scheme: Scheme) -> tuple[Gram, Tensor] | None:
+def _measure(block: Block, original: nn.Module, layer: Layer, scheme: Scheme) -> tuple[Gram, Drift] | None:
     """G and D of a layer's input over all windows; None where tokens do not all pass, or pass twice."""
-    gram = Gram(layer.columns, block.device)
-    drift = torch.zeros_like(gram.mean)
-    for call, origin in zip(block.calls, block.origins, strict=True):
+    gram, held_gram = (Gram(layer.columns, block.device) for _ in range(2))
+    drift, held_drift = (torch.zeros_like(gram.mean) for _ in range(2))
+    for number, (call, origin) in enumerate(zip(block.calls, block.origins, strict=True)):
         now = _input(block.module, block, layer, call)
         before = _input(original, block, layer, Call(origin, call.rest, call.named))
         tokens = call.states[..., 0].numel()
         if now is None or before is None or not now.shape[0] == before.shape[0] == tokens:
             return None
         now = as_rounded(now, scheme)
-        gram.add(now)
-        # A running mean, as that of the Gram matrix.
-        share = tokens / gram.tokens
-        drift.addmm_((before - now).float().t(), now.float(), beta=1 - share, alpha=share / tokens)
-    return gram, drift
+        lost = (before - now).float().t()
+        held = [(held_gram, held_drift)] if number % HOLD_OUT == HOLD_OUT - 1 else []
+        for of_inputs, mean in ((gram, drift), *held):
+            of_inputs.add(now)
+            # A running mean, as that of the Gram matrix.
+            share = tokens / of_inputs.tokens
+            mean.addmm_(lost, now.float(), beta=1 - share, alpha=share / tokens)
+    return gram, Drift(drift, (held_gram, held_drift) if held_gram.tokens else None)
 
 
 def _input(module: nn.Module, block: Block, layer: Layer, call: Call) -> Tensor | None:
