@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from twofour.advise.fit import Measured, fit_curve, minimise, of_its_kernel
+from twofour.advise.fit import HOLD, Measured, fit_curve, minimise, of_its_kernel
 from twofour.advise.gpus import find_gpu
 from twofour.advise.layers import Network, read_network
 from twofour.advise.model import DEFAULTS, read_rows, to_dict
@@ -87,16 +87,16 @@ def predicted(network: Network, model: TimeModel, row: dict[str, Any], form: tup
     return step_time(network, find_gpu("H200"), model, scheme, fused, work)
 
 
-def fit_products(rows: list[Measured], scheme: Scheme) -> Curve:
+def fit_products(rows: list[Measured], scheme: Scheme, start: Curve = START, hold: float = 1e-3) -> Curve:
     """From several starts, as a fit downhill may end in the next hollow."""
     gpu = find_gpu("H200")
     random = np.random.default_rng(0)
     best: tuple[float, Curve] | None = None
-    for trial in range(4):
+    for trial, base in enumerate([start] * 4 + [START] * 4 * (start != START)):
         shaken = {
-            k: v * float(np.exp(random.normal(0, 0.3 * (trial > 0)))) for k, v in START.to_dict().items()
+            k: v * float(np.exp(random.normal(0, 0.3 * (trial % 4 > 0)))) for k, v in base.to_dict().items()
         }
-        curve = fit_curve(rows, gpu, scheme, Curve(**shaken), hold=1e-3)
+        curve = fit_curve(rows, gpu, scheme, Curve(**shaken), hold)
         off = float(np.mean(np.square(np.tanh(np.log(ratios(rows, scheme, curve)) / 0.4))))
         if best is None or off < best[0]:
             best = off, curve
@@ -115,7 +115,7 @@ def ratios(rows: list[Measured], scheme: Scheme, curve: Curve) -> Any:
 
 def fit_quantized(rows: list[Measured], scheme: Scheme, curves: Mapping[str, Curve]) -> Curve:
     """Held to 16 bit, where it starts: the rows are few."""
-    return fit_curve(of_its_kernel(rows, scheme), find_gpu("H200"), scheme, curves[scheme.in_16_bit.name])
+    return fit_products(of_its_kernel(rows, scheme), scheme, curves[scheme.in_16_bit.name], HOLD)
 
 
 def fit_rest(curves: dict[str, Curve], rows: list[dict[str, Any]]) -> Rest:

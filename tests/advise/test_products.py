@@ -91,7 +91,7 @@ def test_a_type_that_the_gpu_lacks_is_no_time_at_all():
 def test_the_shipped_figures_are_sane():
     for curve in shipped().curves.values():
         assert all(math.isfinite(value) and value > 0 for value in curve.to_dict().values())
-        assert 0.5 < curve.bandwidth <= 1
+        assert 0.4 < curve.bandwidth <= 1  # the least: PyTorch's int4
         assert 0 < curve.quantised <= 1
 
 
