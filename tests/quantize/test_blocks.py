@@ -81,6 +81,10 @@ def test_inputs_are_measured_when_their_turn_comes(name):
                 torch.testing.assert_close(gram.mean, now.t() @ now / len(now))
                 torch.testing.assert_close(drift.mean, (before - now).t() @ now / len(now))
                 seen[layer.name] = float(drift.mean.abs().max())
+                last = [each.unflatten(0, WINDOWS.shape)[3::4].flatten(0, 1) for each in (now, before)]
+                held_gram, held_drift = drift.held_out
+                torch.testing.assert_close(held_gram.mean, last[0].t() @ last[0] / len(last[0]))
+                torch.testing.assert_close(held_drift, (last[1] - last[0]).t() @ last[0] / len(last[0]))
         for layer in stage:
             changed.get_parameter(f"{layer.name}.weight").mul_(0.5)
 

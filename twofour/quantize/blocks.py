@@ -32,7 +32,7 @@ from twofour.quantize.schemes import Scheme
 from twofour.quantize.tune import tune_
 from twofour.select import Layer
 
-#: Every so many batches of windows, one says how much of a shift carries over.
+#: One window of so many says how much of a shift carries over.
 HOLD_OUT = 4
 
 
@@ -240,21 +240,30 @@ def _measure(block: Block, original: nn.Module, layer: Layer, scheme: Scheme) ->
     """G and D of a layer's input over all windows; None where tokens do not all pass, or pass twice."""
     gram, held_gram = (Gram(layer.columns, block.device) for _ in range(2))
     drift, held_drift = (torch.zeros_like(gram.mean) for _ in range(2))
-    for number, (call, origin) in enumerate(zip(block.calls, block.origins, strict=True)):
+    windows = 0
+    for call, origin in zip(block.calls, block.origins, strict=True):
         now = _input(block.module, block, layer, call)
         before = _input(original, block, layer, Call(origin, call.rest, call.named))
         tokens = call.states[..., 0].numel()
         if now is None or before is None or not now.shape[0] == before.shape[0] == tokens:
             return None
         now = as_rounded(now, scheme)
-        lost = (before - now).float().t()
-        held = [(held_gram, held_drift)] if number % HOLD_OUT == HOLD_OUT - 1 else []
-        for of_inputs, mean in ((gram, drift), *held):
-            of_inputs.add(now)
-            # A running mean, as that of the Gram matrix.
-            share = tokens / of_inputs.tokens
-            mean.addmm_(lost, now.float(), beta=1 - share, alpha=share / tokens)
+        together = call.states.shape[0] if call.states.dim() > 2 else 1
+        numbers = torch.arange(windows, windows + together, device=now.device)
+        held_out = (numbers % HOLD_OUT == HOLD_OUT - 1).repeat_interleave(tokens // together)
+        _add(gram, drift, now, before)
+        _add(held_gram, held_drift, now[held_out], before[held_out])
+        windows += together
     return gram, Drift(drift, (held_gram, held_drift) if held_gram.tokens else None)
+
+
+def _add(gram: Gram, drift: Tensor, now: Tensor, before: Tensor) -> None:
+    """Tokens to G and D, which are running means both."""
+    if not len(now):
+        return
+    gram.add(now)
+    share = len(now) / gram.tokens
+    drift.addmm_((before - now).float().t(), now.float(), beta=1 - share, alpha=share / len(now))
 
 
 def _input(module: nn.Module, block: Block, layer: Layer, call: Call) -> Tensor | None:
