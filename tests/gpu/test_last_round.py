@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from twofour.bench.random_codes import random_codes
 from twofour.kernels import dispatch, dispatch_codes, hopper, hopper_launch, hopper_source
-from twofour.nn import SparseLinear
 from twofour.packed import pack
 from twofour.pattern import keep_best
 from twofour.quantize.activations import round_tokens
@@ -35,7 +33,7 @@ def error(y, exact):
 def shares(n, k, tokens, config):
     launches = hopper_launch.Launches(n, k, BF16, config, 0)
     units = config.row_units(n) * -(-tokens // config.tokens)
-    return units, config.share_out(units, -(-k // config.step), launches.resident)
+    return config.share_out(units, -(-k // config.step), launches.resident)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
@@ -60,7 +58,7 @@ def test_parts_add_up(n, k, tokens, bias, dtype):
     hopper_source.compile_all(configs, dtype, CUDA)
     cut = 0
     for config in configs:
-        cut += shares(n, k, tokens, config)[1].parts > 1
+        cut += shares(n, k, tokens, config).parts > 1
         y = torch.full((tokens, n), torch.nan, device=CUDA, dtype=dtype)
         hopper_launch.linear(x, packed.values, packed.meta, b, config, out=y)
         assert error(y, exact) <= allowed, config
@@ -72,7 +70,7 @@ def test_parts_add_up(n, k, tokens, bias, dtype):
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_parts_of_codes_add_up(name):
     n, k, tokens, config = 4352, 2176, 1000, hopper.Prefill8(256)
-    assert shares(n, k, tokens, hopper.Prefill(256))[1].parts > 1
+    assert shares(n, k, tokens, hopper.Prefill(256)).parts > 1
     scheme = scheme_named(name)
     packed = random_codes(n, k, scheme, BF16, torch.Generator(CUDA).manual_seed(0))
     x = torch.randn(tokens, k, device=CUDA, dtype=BF16)
@@ -87,13 +85,10 @@ def test_parts_of_codes_add_up(name):
 
 
 def test_at_once_in_two_streams_and_from_two_graphs():
-    """The same layer: sums of one call must never meet those of another."""
+    """The same weight: sums of one call must never meet those of another."""
     n, k, tokens = 4352, 4096, 1024
-    dense = nn.Linear(k, n, False, device=CUDA, dtype=BF16)
-    dense.weight.data.copy_(weight(n, k))
-    layer = SparseLinear.from_dense(dense)
-    packed, config = layer.packed, hopper.Prefill(256)
-    assert shares(n, k, tokens, config)[1].parts > 1
+    packed, config = pack(weight(n, k)), hopper.Prefill(256)
+    assert shares(n, k, tokens, config).parts > 1
     xs = [torch.randn(tokens, k, device=CUDA, dtype=BF16) for _ in range(2)]
 
     def product(x):

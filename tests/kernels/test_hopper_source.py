@@ -113,9 +113,8 @@ def test_parts_of_the_last_round_cover_every_column_once():
         assert [(u, s) for u, first, count in seen for s in range(first, first + count)] == [
             (u, s) for u in range(units) for s in range(steps)
         ]
-        assert (
-            shares.whole % 66 == 0 or shares.parts == 1
-        )  # whoever gathers comes after those that it waits for
+        # Whoever gathers comes after those that it waits for.
+        assert shares.whole % 66 == 0 or shares.parts == 1
         assert (units - shares.whole) * shares.parts <= 66
         assert shares.blocks == 2 * min(66, len(seen))
         assert (shares.part_bytes > 0) == (shares.parts > 1)
