@@ -145,11 +145,9 @@ class _Launch:
         # y, bias, scales of rows and of tokens, memory for sums of parts and the mark that they are there
         self.pointers = (ctypes.c_uint64 * 6)(0, 0, 0, 0, 0, _MARK)
         self.config, self.room, self.resident = config, config.tokens, of.resident
-        self.row_units, self.steps, self.tiles = (
-            config.row_units(2 * n if of.gated else n),
-            -(-k // config.step),
-            0,
-        )
+        self.row_units, self.steps = config.row_units(2 * n if of.gated else n), -(-k // config.step)
+        self.tiles = 0  # of the last call, and how these are shared out
+        self.shares = config.share_out(0, self.steps, self.resident)
         # n, tokens, steps, units of rows, tiles of tokens, units of rows that share the cache, units that are
         # not cut, parts of the others, k
         self.numbers = (ctypes.c_int * 9)(n, 0, self.steps, self.row_units, 1, config.grouped, 0, 1, k)
@@ -178,9 +176,8 @@ class _Launch:
                 numbers[4], numbers[6], numbers[7] = tiles, self.shares.whole, self.shares.parts
             pointers[0], pointers[1], pointers[2], pointers[3] = out, bias, row_scale, token_scale
             numbers[1] = tokens
-            if (
-                self.shares.part_bytes
-            ):  # torch's allocator knows what else runs, in which stream and which graph
+            if self.shares.part_bytes:
+                # From torch, whose allocator knows what else runs, in which stream and in which graph.
                 memory = torch.empty(self.shares.part_bytes, dtype=torch.uint8, device=self.device)
                 pointers[4] = memory.data_ptr()
             self.run(self.shares.blocks, stream)
