@@ -27,7 +27,7 @@ def text(tmp_path):
 @pytest.mark.parametrize(
     ("scheme", "with_text", "without"),
     [
-        ("int8", ("nearest", True), ("nearest", False)),
+        ("int8", ("compensated", True), ("nearest", False)),
         ("int8-weight", ("compensated", False), ("nearest", False)),
         ("fp8", ("compensated", False), ("nearest", False)),
         ("int4", ("compensated", False), ("nearest", False)),

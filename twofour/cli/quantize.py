@@ -57,7 +57,7 @@ def command(
     rounding: Annotated[
         str | None,
         typer.Option(
-            help="nearest or compensated. Default: compensated with text, unless int8 is smoothed.",
+            help="nearest or compensated. Default: compensated with text.",
             show_default=False,
         ),
     ] = None,

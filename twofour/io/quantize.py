@@ -48,8 +48,7 @@ LEAST = 3 / 16
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """`scheme` as in quantize/schemes.py; without `rounding` compensated if there is text, but for smoothed
-    int8, and else nearest.
+    """`scheme` as in quantize/schemes.py; without `rounding` compensated if there is text, else nearest.
 
     `joint` rounding takes a dense model and prunes it. `smooth`: scale moves from activations into weights;
     None is yes for int8 with text, where large channels leave the others few codes, and otherwise no: in fp8
@@ -68,9 +67,7 @@ class QuantizeOptions:
         scheme = scheme_named(self.scheme, self.group)
         by_default = has_text and scheme.rounds_activations and scheme.codes == "int8"
         smooth = by_default if self.smooth is None else self.smooth
-        # Smoothed int8 leaves little to make up for: what is learnt by heart weighs more (benchmarks/LOG.md).
-        little = smooth and scheme.codes == "int8"
-        rounding = self.rounding or ("compensated" if has_text and not little else "nearest")
+        rounding = self.rounding or ("compensated" if has_text else "nearest")
         if not has_text and (rounding != "nearest" or self.smooth or self.tune):
             what = "smoothing" if self.smooth else "tuning" if self.tune else f"{rounding} rounding"
             raise InputError(f"{what} looks at the inputs of the layers.", hint="Give calibration text.")
