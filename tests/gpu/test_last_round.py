@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from twofour.bench.random_codes import random_codes
-from twofour.kernels import dispatch, dispatch_codes, hopper, hopper_launch, hopper_source
+from twofour.kernels import dispatch, dispatch_codes, hopper, hopper_launch, hopper_source, reference
 from twofour.packed import pack
 from twofour.pattern import keep_best
 from twofour.quantize.activations import round_tokens
@@ -30,8 +30,8 @@ def error(y, exact):
     return float((y.double() - exact).norm() / exact.norm())
 
 
-def shares(n, k, tokens, config):
-    launches = hopper_launch.Launches(n, k, BF16, config, 0)
+def shares(n, k, tokens, config, codes=None):
+    launches = hopper_launch.Launches(n, k, BF16, config, 0, codes=codes)
     units = config.row_units(n) * -(-tokens // config.tokens)
     return config.share_out(units, -(-k // config.step), launches.resident)
 
@@ -67,11 +67,22 @@ def test_parts_add_up(n, k, tokens, bias, dtype):
     assert cut, "none of these was cut"
 
 
+def test_parts_of_a_gated_product_add_up():
+    n, k, tokens, config = 2176, 4224, 1000, hopper.Prefill(256)
+    assert shares(2 * n, k, tokens, config).parts > 1
+    w, x = weight(2 * n, k), torch.randn(tokens, k, device=CUDA, dtype=BF16)
+    packed = pack(w)
+    exact = reference.gate(x.double() @ w.double().t(), "silu")
+    y = hopper_launch.linear(x, packed.values, packed.meta, None, config, "silu")
+    assert error(y, exact) <= 1.2 * error(reference.gate(F.linear(x, w), "silu"), exact)
+    for _ in range(20):
+        assert torch.equal(hopper_launch.linear(x, packed.values, packed.meta, None, config, "silu"), y)
+
+
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_parts_of_codes_add_up(name):
-    n, k, tokens, config = 4352, 2176, 1000, hopper.Prefill8(256)
-    assert shares(n, k, tokens, hopper.Prefill(256)).parts > 1
-    scheme = scheme_named(name)
+    n, k, tokens, config, scheme = 4352, 2176, 1000, hopper.Prefill8(256), scheme_named(name)
+    assert shares(n, k, tokens, config, scheme.stored).parts > 1
     packed = random_codes(n, k, scheme, BF16, torch.Generator(CUDA).manual_seed(0))
     x = torch.randn(tokens, k, device=CUDA, dtype=BF16)
     product = dispatch_codes.Product(n, k, 1024, BF16, 0, scheme.stored, scheme.scale_width(k), True)

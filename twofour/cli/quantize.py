@@ -57,7 +57,7 @@ def command(
     rounding: Annotated[
         str | None,
         typer.Option(
-            help="nearest or compensated. Default: compensated with text.",
+            help="nearest or compensated. Default: compensated with text, else nearest.",
             show_default=False,
         ),
     ] = None,

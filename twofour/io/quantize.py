@@ -65,8 +65,6 @@ class QuantizeOptions:
     def settled(self, has_text: bool) -> tuple[Scheme, Rounding, bool]:
         """What it comes to, after refusing what cannot be."""
         scheme = scheme_named(self.scheme, self.group)
-        by_default = has_text and scheme.rounds_activations and scheme.codes == "int8"
-        smooth = by_default if self.smooth is None else self.smooth
         rounding = self.rounding or ("compensated" if has_text else "nearest")
         if not has_text and (rounding != "nearest" or self.smooth or self.tune):
             what = "smoothing" if self.smooth else "tuning" if self.tune else f"{rounding} rounding"
@@ -76,7 +74,8 @@ class QuantizeOptions:
                 f"{scheme.name} leaves activations as they are, so there is nothing to smooth.",
                 hint="Leave smoothing out.",
             )
-        return scheme, rounding, smooth
+        by_default = has_text and scheme.rounds_activations and scheme.codes == "int8"
+        return scheme, rounding, by_default if self.smooth is None else self.smooth
 
 
 def quantize_(
@@ -102,7 +101,7 @@ def quantize_(
     )
 
     `windows` [samples, length] are tokens of calibration text: with them errors are compensated, as 4 bits
-    need it, or int8 is smoothed (see `QuantizeOptions`), and with `tune` each block is tuned as a whole.
+    need it, int8 is smoothed (see `QuantizeOptions`), and with `tune` each block is tuned as a whole as well.
     `rounding="joint"` takes a dense model and prunes it on the way. Experts that are stored as one tensor are
     taken apart, as by `pack_`.
     """
