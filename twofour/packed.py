@@ -11,7 +11,10 @@ For a weight of n rows and k columns (k padded with zeros to a multiple of 4 fir
 
 A group with fewer than two nonzeros still names two positions and stores the zero. With an odd number
 of groups the last high nibble belongs to no group and is 0. Leading dimensions (experts) are allowed.
-The layout is row-major and belongs to no backend: a backend repacks for itself after loading.
+The layout is row-major and belongs to no backend: a backend repacks for itself after loading. On Hopper the
+positions may lie in memory in cuSPARSELt's order, in which our kernels read them too. Such a `meta` has
+five dimensions, [n/64, k/32, 4, 8, 8], and is never in a file: byte 2i + b of [64 rows, 32 columns, a, r] has
+group 4b + i of row 16a + r in its low nibble, and of row 16a + r + 8 in its high one.
 
 -0.0 is zero: one that is not in a kept slot comes back as +0.0. All other values survive bit for bit.
 """
@@ -222,6 +225,7 @@ def unpack(
     """
     if values.dtype == FOUR_BIT:
         values = from_nibbles(values)
+    meta = as_rows(meta)
     *lead, rows, kept = values.shape
     groups = kept // 2
     v0, v1 = values.view(BITS[values.dtype]).reshape(*lead, rows, groups, 2).unbind(-1)
@@ -238,6 +242,33 @@ def unpack(
     return (dense.float() * scale.float()).to(dtype or scale.dtype)
 
 
+def in_order(meta: Tensor) -> Tensor:
+    """Positions [n, k/8] in cuSPARSELt's order; n must be a multiple of 64, k of 32.
+
+    >>> meta = torch.randint(256, (128, 12), dtype=torch.uint8)
+    >>> torch.equal(as_rows(in_order(meta)), meta)
+    True
+    """
+    blocks, steps = meta.shape[0] // 64, meta.shape[1] // 4
+    # row / 64, row % 64 / 16, row % 16 / 8, row % 8, column / 32, b, i
+    nibbles = _nibbles(meta).reshape(blocks, 4, 2, 8, steps, 2, 4).permute(0, 4, 1, 3, 6, 5, 2)
+    return (nibbles[..., 0] | nibbles[..., 1] << 4).reshape(blocks, steps, 4, 8, 8)
+
+
+def is_ordered(meta: Tensor) -> bool:
+    return meta.dim() == 5
+
+
+def as_rows(meta: Tensor) -> Tensor:
+    """Positions row by row, whichever way they lie."""
+    if not is_ordered(meta):
+        return meta
+    blocks, steps = meta.shape[:2]
+    nibbles = torch.stack([meta & 15, meta >> 4], dim=-1).reshape(blocks, steps, 4, 8, 4, 2, 2)
+    nibbles = nibbles.permute(0, 2, 6, 3, 1, 5, 4).reshape(64 * blocks, 8 * steps)
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+
 def _nibbles(meta: Tensor) -> Tensor:
     """[..., bytes] as [..., 2·bytes], low nibble first."""
     return torch.stack([meta & 15, meta >> 4], dim=-1).flatten(-2)
@@ -247,6 +278,7 @@ def validate(
     values: Tensor, meta: Tensor, columns: int, scale: Tensor | None = None, layer: str | None = None
 ) -> None:
     """Refuse a packed matrix that is damaged: shapes that disagree, positions that no packer writes."""
+    meta = as_rows(meta)
     rows = values.shape[-2] if values.dim() >= 2 else -1
     want_values, want_meta = packed_shapes(rows, columns, values.dtype)
     for what, tensor, want in (("values", values, want_values), ("meta", meta, want_meta)):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import twofour
 from twofour.kernels import cusparselt, dispatch, hopper, hopper_launch, hopper_source, reference
 from twofour.nn import SparseLinear
-from twofour.packed import pack
+from twofour.packed import in_order, pack
 from twofour.pattern import keep_best
 
 pytestmark = [
@@ -51,26 +51,32 @@ def assert_as_good_as_dense(y, x, w, bias=None):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (200, 384), (1000, 1152), (4096, 2048)])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 33, 64, 130, 256, 300, 1000])
-def test_hopper_every_configuration(n, k, tokens, dtype):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_hopper_every_configuration(n, k, tokens, ordered, dtype):
+    if ordered and n % 64:
+        pytest.skip("cuSPARSELt's order of positions needs multiples of 64 rows")
     w = weight(n, k, dtype)
     packed, x = pack(w), torch.randn(tokens, k, device=CUDA, dtype=dtype)
+    meta = in_order(packed.meta) if ordered else packed.meta
     bias = torch.randn(n, device=CUDA, dtype=dtype)
     configurations = hopper.configs(tokens, n)
     assert configurations
-    hopper_source.compile_all(configurations, dtype, CUDA)
+    hopper_source.compile_all(configurations, dtype, CUDA, ordered=ordered)
     for config in configurations:
         y = torch.full((tokens, n), torch.nan, device=CUDA, dtype=dtype)
-        hopper_launch.linear(x, packed.values, packed.meta, bias, config, out=y)
+        hopper_launch.linear(x, packed.values, meta, bias, config, out=y)
         assert_as_good_as_dense(y, x, w, bias)
         for _ in range(3):  # a race shows as a moving error
-            assert torch.equal(hopper_launch.linear(x, packed.values, packed.meta, bias, config), y), config
+            assert torch.equal(hopper_launch.linear(x, packed.values, meta, bias, config), y), config
 
 
 @only_on_hopper
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize(("n", "k"), [(64, 128), (200, 384), (1032, 1152)])
+@pytest.mark.parametrize(
+    ("n", "k", "ordered"), [(64, 128, 0), (200, 384, 0), (1032, 1152, 0), (64, 128, 1), (1088, 1152, 1)]
+)
 @pytest.mark.parametrize("tokens", [1, 16, 64, 130, 300, 1000])
-def test_hopper_gated(n, k, tokens, activation):
+def test_hopper_gated(n, k, tokens, ordered, activation):
     """Every configuration that can end in the activation of a gated MLP, against product and activation."""
     dtype = torch.bfloat16
     w = weight(2 * n, k, dtype)
@@ -78,13 +84,14 @@ def test_hopper_gated(n, k, tokens, activation):
     bias = torch.randn(2 * n, device=CUDA, dtype=dtype)
     wanted = reference.gate(exact(x, w, bias), activation)
     allowed = 1.2 * error(reference.gate(F.linear(x, w, bias), activation), wanted)
-    configurations = [c for c in hopper.configs(tokens, n) if c.gates]
+    meta = in_order(packed.meta) if ordered else packed.meta
+    configurations = [c for c in hopper.configs(tokens, n) if c.gates and not (ordered and c.warpgroups == 3)]
     assert configurations
-    hopper_source.compile_all(configurations, dtype, CUDA, activation)
+    hopper_source.compile_all(configurations, dtype, CUDA, activation, ordered=bool(ordered))
     for config in configurations:
-        y = hopper_launch.linear(x, packed.values, packed.meta, bias, config, activation)
+        y = hopper_launch.linear(x, packed.values, meta, bias, config, activation)
         assert error(y, wanted) <= allowed, config
-        assert torch.equal(hopper_launch.linear(x, packed.values, packed.meta, bias, config, activation), y)
+        assert torch.equal(hopper_launch.linear(x, packed.values, meta, bias, config, activation), y)
 
 
 @only_on_hopper
@@ -245,8 +252,15 @@ def test_what_is_resident_and_what_is_saved(tmp_path):
     dense, sparse = layer(1024, 2048, bias=False, memory="fast")
     small = SparseLinear.from_dense(dense, memory="small")
     assert small.compressed_weight is None
-    if HOPPER:  # our own kernels run everything there
-        assert SparseLinear.from_dense(dense).compressed_weight is None
+    if HOPPER:  # one order of positions for our kernels and cuSPARSELt
+        auto = SparseLinear.from_dense(dense)
+        assert auto.weight_meta.dim() == 5
+        inside = auto.compressed_weight.untyped_storage()
+        for tensor in (auto.weight_values, auto.weight_meta):
+            assert tensor.untyped_storage().data_ptr() == inside.data_ptr()
+        assert inside.nbytes() <= 0.58 * dense.weight.nbytes
+        assert torch.equal(auto.state_dict()["weight_meta"], small.weight_meta)
+        assert torch.equal(auto.weight, dense.weight)
     if cusparselt.why_not(CUDA, torch.bfloat16, 1024, 2048) is None:
         assert sparse.compressed_weight is not None
         inside = sparse.weight_values.untyped_storage().data_ptr()

@@ -154,7 +154,7 @@ def test_tuning_takes_the_fastest_that_is_right(monkeypatch):
     )
     monkeypatch.setattr(dispatch, "runner", run_of)
     monkeypatch.setattr(tuner, "graph_timer", fake_clock)
-    monkeypatch.setattr(hopper_source, "compile_all", lambda *_: None)
+    monkeypatch.setattr(hopper_source, "compile_all", lambda *_, **__: None)
     monkeypatch.setattr(cusparselt, "compress", lambda weight: weight)
     (row,) = tuner.tune([(64, 128)], [8], torch.float32, torch.device("cpu"))
     assert row["best"] == {"cusparselt": {"ms": 2.0, "id": 2}}

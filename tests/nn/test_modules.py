@@ -10,6 +10,8 @@ from torch import nn
 
 from twofour.errors import InputError
 from twofour.nn import SparseConv2d, SparseLinear
+from twofour.nn.fuse import FusedLinear
+from twofour.packed import in_order
 from twofour.select import Layer
 
 MEMORY = ["fast", "small"]
@@ -351,3 +353,25 @@ def test_export_save_and_load(memory):
     for rows in (2, 5):
         x = torch.randn(rows, 6, 5, 5)
         torch.testing.assert_close(loaded(x), dense(x))
+
+
+def test_positions_may_lie_in_cusparselts_order():
+    """On Hopper they do, and nothing but memory shows it."""
+    dense = linear(128, 192)
+    layer = SparseLinear.from_dense(dense, memory="small")
+    x = torch.randn(3, 128)
+    wanted, state = layer(x), {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    layer.weight_meta.data = in_order(layer.weight_meta)
+    assert layer.weight_meta.shape == (3, 4, 4, 8, 8)
+    layer.validate()
+    assert torch.equal(layer.unpacked(), dense.weight)
+    for same in (layer, copy.deepcopy(layer)):
+        assert torch.equal(same(x), wanted)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in same.state_dict().items())
+        assert torch.equal(same.packed.meta, state["weight_meta"])
+    fused = FusedLinear({"a": layer, "b": copy.deepcopy(layer)})
+    assert torch.equal(fused(x), torch.cat([wanted, wanted], -1))
+    layer.load_state_dict(state)
+    assert torch.equal(layer.weight_meta, state["weight_meta"])
+    layer.weight_meta.data = in_order(layer.weight_meta)
+    assert layer.to(torch.bfloat16).weight_meta.shape == (192, 16)

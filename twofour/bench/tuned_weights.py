@@ -33,7 +33,7 @@ from twofour.kernels import (
     quantized_decode,
 )
 from twofour.kernels.dispatch import Choice
-from twofour.packed import Packed24, pack
+from twofour.packed import Packed24, in_order, pack
 from twofour.pattern import keep_best
 from twofour.quantize.activations import round_tokens
 from twofour.quantize.schemes import Scheme
@@ -103,24 +103,35 @@ class ToTune(ABC):
 class WeightsToTune(ToTune):
     """In 16 bits, for dispatch.py; with cuSPARSELt's form beside ours where there is one."""
 
+    @property
+    def compressed(self) -> bool:
+        return cusparselt.why_not(self.device, self.dtype, self.n, self.k) is None
+
+    @property
+    def ordered(self) -> bool:
+        """Whether one order of positions serves all, as in nn.SparseLinear."""
+        own_kernel = dispatch.has_own_kernel(self.n, self.k, self.dtype, self.device)
+        return self.compressed and own_kernel and self.n % 64 == 0
+
     def compile(self, buckets: Sequence[int]) -> None:
         configs = [c for b in buckets for c in hopper.configs(b)]
-        hopper_source.compile_all(configs, self.dtype, self.device)
+        hopper_source.compile_all(configs, self.dtype, self.device, ordered=self.ordered)
         if hopper.why_not(self.device, self.dtype, 128, 128):
             ampere.compile_all([c for b in buckets for c in ampere.configs(b)], self.dtype, self.device)
 
     def make(self) -> None:
-        self.compressed = cusparselt.why_not(self.device, self.dtype, self.n, self.k) is None
         for _ in range(_copies(packed_bytes(self.n, self.k, self.dtype), self.device)):
             weight = torch.randn(self.n, self.k, device=self.device, dtype=self.dtype) / self.k**0.5
             weight = weight.where(keep_best(weight.abs()), 0)
             packed = pack(weight)
             self.dense.append(weight)
             compressed = cusparselt.compress(weight) if self.compressed else None
-            self.tensors.append((packed.values, packed.meta, None, compressed))
+            meta = in_order(packed.meta) if self.ordered else packed.meta
+            self.tensors.append((packed.values, meta, None, compressed))
 
     def product(self, bucket: int) -> dispatch.Product:
-        return dispatch.Product(self.n, self.k, bucket, self.dtype, self.device.index or 0, self.compressed)
+        held = (self.compressed, None, False, self.ordered)
+        return dispatch.Product(self.n, self.k, bucket, self.dtype, self.device.index or 0, *held)
 
     def candidates(self, product: dispatch.Product) -> list[Choice]:
         return dispatch.candidates(product)

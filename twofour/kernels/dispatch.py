@@ -25,6 +25,7 @@ from torch import Tensor
 from twofour.errors import InputError
 from twofour.kernels import ampere, cusparselt, hopper, hopper_launch, reference, tuning
 from twofour.ops import library
+from twofour.packed import as_rows, is_ordered
 
 BACKENDS = ("hopper", "ampere", "cusparselt", "reference")
 
@@ -58,6 +59,7 @@ class Product:
     fresh: bool = (
         False  # the weight is the work of the kernel before: it cannot be asked for before that has ended
     )
+    ordered: bool = False  # its positions lie in cuSPARSELt's order
 
     @property
     def rows(self) -> int:
@@ -137,7 +139,8 @@ def _multiply(
     tokens = flat.shape[0]
     if tokens == 0:
         return x.new_empty(*x.shape[:-1], n)
-    key = (n, columns, bucket_of(tokens), x.dtype, device, compressed is not None, activation, fresh)
+    held = (compressed is not None, activation, fresh, is_ordered(meta))
+    key = (n, columns, bucket_of(tokens), x.dtype, device, *held)
     runs = _forced[-1][1] if _forced else _runs
     run = runs.get(key)
     if run is None:
@@ -190,11 +193,15 @@ def choose_gated(product: Product) -> Choice | None:
     name = forced()
     if (name or "hopper") != "hopper" or product.n % 8 or why_not("hopper", product):
         return None
-    for choice in _known(product):
-        if choice.backend == "hopper" and hopper.from_dict(choice.config).gates:
-            return choice
     guess = hopper.guess(product.n, product.k, product.bucket, gated=True)
-    return Choice("hopper", hopper.as_dict(guess)) if guess.gates else None
+    for choice in [*_known(product), Choice("hopper", hopper.as_dict(guess))]:
+        if choice.backend != "hopper":
+            continue
+        config = hopper.from_dict(choice.config)
+        # In cuSPARSELt's order rows of the gate and beside it come in whole or half blocks of 64.
+        if config.gates and not (product.ordered and config.warpgroups == 3):
+            return choice
+    return None
 
 
 def _known(product: Product) -> list[Choice]:
@@ -240,6 +247,8 @@ def why_not(backend: str, product: Product) -> str | None:
     device = torch.device("cuda", product.device)
     if backend == "dense":
         return "the layer decides that, by the weights it holds"
+    if backend == "hopper" and product.ordered and product.n % 64:
+        return f"{product.n} rows are no multiple of 64, which cuSPARSELt's order of positions asks for"
     if backend in ("hopper", "ampere"):
         return (hopper if backend == "hopper" else ampere).why_not(
             device, product.dtype, product.n, product.k
@@ -286,16 +295,16 @@ def runner(product: Product, choice: Choice | None = None) -> Run:
     choice = choice or choose(product)
     if choice.backend in ("hopper", "ampere"):
         launches = _launches(product, choice)
+        reordered = choice.backend == "ampere" and product.ordered  # a comparison, so it may take its time
 
         def run(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, _: Tensor | None) -> Tensor:
             out = x.new_empty((x.shape[0], product.n))
-            launches.run(x, values, meta, bias, out)
+            launches.run(x, values, as_rows(meta) if reordered else meta, bias, out)
             return out
 
         return run
     if choice.backend == "cusparselt":
-        algorithm = cusparselt.Algorithm(**choice.config)
-        return lambda x, values, meta, bias, compressed: _cusparselt(x, compressed, product, algorithm, bias)
+        return _cusparselt(product, cusparselt.Algorithm(**choice.config))
     return lambda x, values, meta, bias, _: reference.linear(x, values, meta, None, bias, product.k)
 
 
@@ -303,8 +312,10 @@ def _launches(product: Product, choice: Choice) -> hopper_launch.Launches | ampe
     shape = (product.n, product.k, product.dtype)
     if choice.backend == "hopper":
         config = hopper.from_dict(choice.config)
-        options = (product.activation, None, not product.fresh)
-        return hopper_launch.Launches(*shape, config, product.device, *options)
+        gated, early = product.activation, not product.fresh
+        return hopper_launch.Launches(
+            *shape, config, product.device, gated, early=early, ordered=product.ordered
+        )
     return ampere.Launches(*shape, ampere.Config(**choice.config), product.device, not product.fresh)
 
 
@@ -316,23 +327,28 @@ def _in_two_steps(product: Product) -> Run:
     return lambda *tensors: reference.gate(plain(*tensors), activation)
 
 
-def _cusparselt(
-    x: Tensor,
-    compressed: Tensor | None,
-    product: Product,
-    algorithm: cusparselt.Algorithm,
-    bias: Tensor | None,
-) -> Tensor:
-    assert compressed is not None
-    tokens = x.shape[0]
-    short = -tokens % cusparselt.TOKEN_MULTIPLE
-    if short:
-        x = torch.nn.functional.pad(x, (0, 0, 0, short))
-    out = torch.empty(tokens + short, product.n, dtype=x.dtype, device=x.device)
-    at = None if bias is None else bias.data_ptr()
-    plan = cusparselt.plan_for(product.n, product.k, tokens + short, x.dtype, x.device, algorithm, at)
-    plan.run(x, compressed, out)
-    return out[:tokens] if short else out
+def _cusparselt(product: Product, algorithm: cusparselt.Algorithm) -> Run:
+    last: tuple[Any, Any] = (None, None)  # the plan of the call before, found without a lock or a long key
+
+    def run(
+        x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, compressed: Tensor | None
+    ) -> Tensor:
+        nonlocal last
+        assert compressed is not None
+        tokens = x.shape[0]
+        short = -tokens % cusparselt.TOKEN_MULTIPLE
+        if short:
+            x = torch.nn.functional.pad(x, (0, 0, 0, short))
+        out = x.new_empty((tokens + short, product.n))
+        this = (tokens + short, None if bias is None else bias.data_ptr())
+        known, plan = last
+        if known != this:
+            plan = cusparselt.plan_for(product.n, product.k, this[0], x.dtype, x.device, algorithm, this[1])
+            last = (this, plan)
+        plan.run(x, compressed, out)
+        return out[:tokens] if short else out
+
+    return run
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 from twofour.kernels import nvrtc
 from twofour.kernels.hopper import Config, Decode4, Prefill, Prefill8
 from twofour.kernels.hopper_source import ARCHITECTURE, source
+from twofour.packed import is_ordered
 
 _ELEMENT = {
     torch.float16: 6,
@@ -27,6 +28,7 @@ _ELEMENT = {
     torch.int8: 0,
     torch.float8_e4m3fn: 0,
 }  # CUtensorMapDataType
+_WORDS = 2  # CU_TENSOR_MAP_DATA_TYPE_UINT32
 _SWIZZLE_32, _SWIZZLE_64, _SWIZZLE_128 = 1, 2, 3
 _MARK = int.from_bytes(os.urandom(8), "little") | 1  # not found in memory by chance, and not zero
 _KEPT_LAUNCHES = 4096  # of one shape: more than any model has layers, few enough to forget a lost model's
@@ -43,7 +45,7 @@ def linear(
 ) -> Tensor:
     """x [tokens, k] · Wᵀ + bias, perhaps gated; all contiguous and on one GPU."""
     n = values.shape[0] // 2 if activation else values.shape[0]
-    launches = _launches(n, x.shape[1], x.dtype, config, x.device.index, activation)
+    launches = _launches(n, x.shape[1], x.dtype, config, x.device.index, activation, is_ordered(meta))
     out = x.new_empty((x.shape[0], n)) if out is None else out
     launches.run(x, values, meta, bias, out)
     return out
@@ -62,15 +64,17 @@ class Launches:
         activation: str | None = None,
         codes: torch.dtype | None = None,
         early: bool = True,
+        ordered: bool = False,
     ) -> None:
-        """`early`: the kernel asks for the weight before the kernel before it has ended."""
+        """`early`: the kernel asks for the weight before the kernel before it has ended.
+        `ordered`: positions lie as cuSPARSELt wants them (packed.py)."""
         self.n, self.k, self.config, self.device, self.early = n, k, config, device, early
         self.dtype = codes or dtype  # of both operands; weights of 4 bits are bytes, two of them in each
-        self.gated = activation is not None
+        self.gated, self.ordered = activation is not None, ordered
         if self.gated and not (config.gates and n % 8 == 0):
             raise ValueError(f"{config} cannot end in a gated activation of {n} features")
         self.function = nvrtc.load(
-            source(config, dtype, activation, codes),
+            source(config, dtype, activation, codes, ordered),
             ARCHITECTURE,
             config.source,
             config.shared_bytes,
@@ -113,9 +117,9 @@ class Launches:
 
 @cache
 def _launches(
-    n: int, k: int, dtype: torch.dtype, config: Config, device: int, activation: str | None
+    n: int, k: int, dtype: torch.dtype, config: Config, device: int, activation: str | None, ordered: bool
 ) -> Launches:
-    return Launches(n, k, dtype, config, device, activation)
+    return Launches(n, k, dtype, config, device, activation, ordered=ordered)
 
 
 class _Launch:
@@ -140,8 +144,13 @@ class _Launch:
                 swizzle, of_positions = _SWIZZLE_64, _SWIZZLE_32
         pitch = columns * element.itemsize
         _describe_rows(maps, element, values, n, columns, pitch, box, rows, swizzle, of.gated)
-        places, box = maps + 128, config.position_bytes
-        _describe_rows(places, torch.uint8, meta, n, k // 8, k // 8, box, rows, of_positions, of.gated)
+        if of.ordered:
+            _describe_ordered(maps + 128, meta, n, k, 8 * config.position_bytes, rows, of.gated)
+        else:
+            box = config.position_bytes
+            _describe_rows(
+                maps + 128, torch.uint8, meta, n, k // 8, k // 8, box, rows, of_positions, of.gated
+            )
         # y, bias, scales of rows and of tokens, memory for sums of parts and the mark that they are there
         self.pointers = (ctypes.c_uint64 * 6)(0, 0, 0, 0, 0, _MARK)
         self.config, self.room, self.resident = config, config.tokens, of.resident
@@ -227,10 +236,35 @@ def _describe_rows(
         box: tuple[int, ...] = (box_columns, 8, 2, box_rows // 16)
     else:
         sizes, strides, box = (columns, n), (pitch,), (box_columns, box_rows)  # type: ignore[assignment]
+    _describe(at, _ELEMENT[dtype], address, sizes, strides, box, swizzle)
+
+
+def _describe_ordered(at: int, address: int, n: int, k: int, columns: int, rows: int, gated: bool) -> None:
+    """Describe positions in cuSPARSELt's order for copies of rows × columns: see cuda/positions_sm90.cuh.
+
+    The dimensions, fastest first: words of 32 rows × 32 columns, which half of 64 rows, which 32 columns,
+    which 64 rows, and which matrix. A gated copy takes half the rows of each of two matrices.
+    """
+    halves = rows // (64 if gated else 32)
+    sizes = (32, 2, k // 32, n // 64, 2 if gated else 1)
+    strides = (128, 256, 8 * k, n // 64 * 8 * k)
+    box = (32, min(halves, 2), columns // 32, max(halves // 2, 1), sizes[-1])
+    _describe(at, _WORDS, address, sizes, strides, box, 0)
+
+
+def _describe(
+    at: int,
+    element: int,
+    address: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+) -> None:
     rank = len(sizes)
     status = nvrtc.driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
-        _ELEMENT[dtype],
+        element,
         rank,
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*sizes),

@@ -25,11 +25,16 @@ _TYPES = {
 
 
 def source(
-    config: Config, dtype: torch.dtype, activation: str | None = None, codes: torch.dtype | None = None
+    config: Config,
+    dtype: torch.dtype,
+    activation: str | None = None,
+    codes: torch.dtype | None = None,
+    ordered: bool = False,
 ) -> str:
     """The CUDA source with its constants, and the one instruction whose operands depend on them.
 
-    `dtype` is that of the output, and of everything where there are no codes.
+    `dtype` is that of the output, and of everything where there are no codes. `ordered`: the positions lie as
+    cuSPARSELt wants them (cuda/positions_sm90.cuh).
     """
     number, kind, register = _TYPES[codes or dtype]
     count = config.tokens // 2
@@ -54,6 +59,8 @@ def source(
         "FP16": int(dtype == torch.float16),
         "GATED": ACTIVATIONS[activation],
         "CODES": number,
+        "ORDERED": int(ordered),
+        "COLUMNS": 8 * config.position_bytes,
     }
     if isinstance(config, Decode):
         constants |= {"SPLIT": config.split, "STEP": config.step, "STAGES": config.stages}
@@ -69,6 +76,8 @@ def source(
     shared = ["few_sm90.cuh" if isinstance(config, Decode) else "tiles_sm90.cuh"]
     if isinstance(config, Decode4):
         shared.append("numbers.cuh")
+    elif not isinstance(config, Prefill8):
+        shared.append("positions_sm90.cuh")
     return (
         "".join(f"#define {name} {value}\n" for name, value in constants.items())
         + f'#define {macro} asm volatile("{instruction}" : {outputs} : {inputs})\n'
@@ -82,7 +91,9 @@ def compile_all(
     device: torch.device,
     activation: str | None = None,
     codes: torch.dtype | None = None,
+    ordered: bool = False,
 ) -> None:
     """Compile what is not in the cache yet."""
     if why_not(device, dtype, 128, 128) is None:
-        nvrtc.compile_sources((source(c, dtype, activation, codes) for c in configs), ARCHITECTURE)
+        sources = (source(c, dtype, activation, codes, ordered) for c in configs)
+        nvrtc.compile_sources(sources, ARCHITECTURE)

@@ -31,7 +31,7 @@ from twofour.nn.fuse_norm import FusedNorm, as_fused_norm
 from twofour.nn.fuse_rope import fuse_rope_, unfuse_rope_
 from twofour.nn.modules import SparseLinear, watched
 from twofour.nn.quantized import QuantizedLinear
-from twofour.packed import Packed24
+from twofour.packed import Packed24, as_rows
 
 #: How far a fused MLP may be from the module it replaces, relative. A wrong guess is off by about 1.
 TOLERANCE = 0.05
@@ -117,7 +117,7 @@ class FusedLinear(SparseLinear):
         scales = [part.weight_scale for part in parts]
         packed = Packed24(
             torch.cat([part.weight_values.detach() for part in parts]),
-            torch.cat([part.weight_meta.detach() for part in parts]),
+            torch.cat([as_rows(part.weight_meta.detach()) for part in parts]),
             first.in_features,
             None if first.weight_scale is None else torch.cat([s.detach() for s in scales if s is not None]),
         )
@@ -142,7 +142,10 @@ class FusedLinear(SparseLinear):
                 else QuantizedLinear(*shape, scheme=self.scheme, **options)
             )
             scale = None if self.weight_scale is None else self.weight_scale[start:stop].clone()
-            values, meta = self.weight_values[start:stop].clone(), self.weight_meta[start:stop].clone()
+            values, meta = (
+                self.weight_values[start:stop].clone(),
+                as_rows(self.weight_meta)[start:stop].clone(),
+            )
             bias = self.bias[start:stop].detach() if self.bias is not None and self._has_bias[i] else None
             layer._set_packed(Packed24(values, meta, self.in_features, scale), bias)
             made.append(layer.train(self.training))
@@ -259,14 +262,13 @@ def gated(layer: SparseLinear, x: Tensor, activation: str) -> Tensor:
     x = layer._input(x)
     if layer.uses_dense(x) or (torch.is_grad_enabled() and x.requires_grad):
         return gate_reference(layer(x), activation)
-    packed = (layer.weight_values, layer.weight_meta, layer.weight_scale, layer.bias)
-    arguments: tuple[Any, ...] = (x, *packed, layer.in_features, activation)
+    arguments = (*layer._operands(x), activation)
     direct = x.is_cuda and type(x) is Tensor and not watched()
     if layer.rounds_activations:
         own = kernels.dispatch_codes.quantized_gated_linear if direct else ops.quantized_gated_linear
         return own(*arguments)
     plain: Any = kernels.dispatch.gated_linear if direct else ops.gated_linear
-    gated_sums: Tensor = plain(*arguments, layer.compressed_weight)
+    gated_sums: Tensor = plain(*arguments, layer._compressed)
     return gated_sums
 
 

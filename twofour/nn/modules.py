@@ -9,14 +9,18 @@ How much memory a layer may use is its `memory`:
 
              CPU                                       GPU
     "small"  the weight is unpacked in every call      only the packed form: 9/16 of the dense bytes
-    "auto"   as "fast" while there is memory to spare  the same; off Hopper with cuSPARSELt's positions
-    "fast"   the dense weight is kept as well          with cuSPARSELt's positions: 10/16; and with the dense
-                                                       weight where that was measured to be fastest or
-                                                       nothing sparse can run (a convolution)
+    "auto"   as "fast" while there is memory to spare  the same, on Hopper in cuSPARSELt's form; elsewhere
+                                                       with cuSPARSELt's positions beside ours: 10/16
+    "fast"   the dense weight is kept as well          as "auto", but 10/16 where one order of positions
+                                                       cannot serve both; and the dense weight where that was
+                                                       measured to be fastest or nothing sparse can run (a
+                                                       convolution)
 
 What is kept beside the packed form is never in the state dict. cuSPARSELt is a little ahead of our kernels
 for thousands of tokens and wants its own form: our values, then positions in an order of its own.
-`weight_values` becomes a view into it, so that only the positions are there twice.
+`weight_values` becomes a view into it. So does `weight_meta` on Hopper, if rows and columns fit: our kernels
+read positions in that order too (packed.py). Elsewhere these are there twice. The state dict has them row by
+row in any case.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from torch.nn import functional as F
 from twofour import kernels, ops
 from twofour.errors import InputError
 from twofour.kernels import cusparselt
-from twofour.packed import BITS, Packed24, pack, packed_shapes, validate
+from twofour.packed import BITS, Packed24, as_rows, in_order, pack, packed_shapes, validate
 from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
 
@@ -88,11 +92,13 @@ class PackedModule(nn.Module):
         self.bias = nn.Parameter(torch.zeros(layer.rows, device=device, dtype=dtype)) if bias else None
         self.register_buffer("dense_weight", None, persistent=False)
         self.register_buffer("compressed_weight", None, persistent=False)
+        self.register_state_dict_post_hook(_positions_by_rows)
         self.memory: Memory = memory
 
     @property
     def packed(self) -> Packed24:
-        return Packed24(self.weight_values, self.weight_meta, self.layer.columns, self.weight_scale)
+        meta = as_rows(self.weight_meta)
+        return Packed24(self.weight_values, meta, self.layer.columns, self.weight_scale)
 
     @property
     def rounds_activations(self) -> bool:
@@ -153,6 +159,7 @@ class PackedModule(nn.Module):
         if self.compressed_weight is not None:
             self.weight_values.data = self.weight_values.detach().clone()  # out of the memory they shared
             self.compressed_weight = None
+        self.weight_meta.data = as_rows(self.weight_meta.detach())
 
     def _dense_pays(self) -> bool:
         """Whether the dense weight is ever the fastest on the GPU: no sparse kernel runs a convolution."""
@@ -182,7 +189,9 @@ class PackedModule(nn.Module):
     @property
     def _own(self) -> Tensor:
         """The tensor whose dtype is the layer's: its values, or the scales of its codes."""
-        return self.weight_values if self.weight_scale is None else self.weight_scale
+        held: dict[str, Any] = self._parameters  # quicker than by attribute
+        own: Tensor = held["weight_values" if self.weight_scale is None else "weight_scale"]
+        return own
 
     @contextmanager
     def _codes_as_integers(self) -> Iterator[None]:
@@ -197,6 +206,7 @@ class PackedModule(nn.Module):
             self.weight_values.data = self.weight_values.data.view(self.scheme.stored)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._drop_derived()  # files have the positions row by row
         super()._load_from_state_dict(*args, **kwargs)
         self.settle()
 
@@ -265,36 +275,51 @@ class SparseLinear(PackedModule):
         if self.weight_scale is not None or cusparselt.why_not(values.device, values.dtype, rows, columns):
             return
         own_kernel = kernels.dispatch.has_own_kernel(rows, columns, values.dtype, values.device)
-        if self.memory == "auto" and own_kernel:
+        one_order = own_kernel and rows % 64 == 0
+        if self.memory == "auto" and own_kernel and not one_order:
             return
         with torch.inference_mode(False), torch.no_grad():
             compressed = cusparselt.compress(self.unpacked())
             front = compressed[: values.nbytes].view(values.dtype).view(values.shape)
-            if torch.equal(front, values):  # so in every version that was looked at
-                self.compressed_weight = compressed
-                values.data = front
+            if not torch.equal(front, values):  # so in every version that was looked at
+                return
+            ordered = in_order(self.weight_meta.detach()) if one_order else None
+            if ordered is not None:
+                behind = compressed[values.nbytes :][: ordered.nbytes].view(ordered.shape)
+                if torch.equal(behind, ordered):  # so in 0.8.0
+                    self.weight_meta.data = behind
+                elif self.memory == "auto":
+                    return
+            self.compressed_weight = compressed
+            values.data = front
 
     def forward(self, x: Tensor) -> Tensor:
         x = self._input(x)
+        packed = self._operands(x)
         if self.rounds_activations:
-            assert self.weight_scale is not None
-            packed = (self.weight_values, self.weight_meta, self.weight_scale)
             if may_skip_operator(x):
-                return kernels.dispatch_codes.quantized_linear(x, *packed, self.bias, self.in_features)
-            return ops.quantized_linear(x, *packed, self.bias, self.in_features)
+                return kernels.dispatch_codes.quantized_linear(*packed)
+            return ops.quantized_linear(*packed)
         if self.uses_dense(x):
             return F.linear(x, self.weight, self.bias)
-        arguments = (
-            *(x, self.weight_values, self.weight_meta, self.weight_scale, self.bias),
-            *(self.in_features, self.compressed_weight),
-        )
         if may_skip_operator(x):
-            return kernels.dispatch.linear(*arguments)
-        return ops.linear(*arguments)
+            return kernels.dispatch.linear(*packed, self._compressed)
+        return ops.linear(*packed, self._compressed)
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Any, Any, Any, Tensor | None, int]:
+        """What the operators take first. Looked up where it lies: by attribute each takes a microsecond of
+        the twenty that a call takes."""
+        held = self._parameters
+        return (x, held["weight_values"], held["weight_meta"], self.weight_scale, self.bias, self.in_features)
+
+    @property
+    def _compressed(self) -> Tensor | None:
+        # cuSPARSELt's form is this GPU's own, and an exported program may run on another.
+        return None if torch.compiler.is_exporting() else self._buffers["compressed_weight"]
 
     def uses_dense(self, x: Tensor) -> bool:
         """Whether x is multiplied with the dense weight: there is one, and on a GPU it is the fastest."""
-        if self.dense_weight is None:
+        if self._buffers["dense_weight"] is None:
             return False
         if not x.is_cuda or self.weight_scale is not None or x.dtype != self.weight_values.dtype:
             return True
@@ -362,6 +387,12 @@ def watched() -> bool:
 def _require_memory(memory: str) -> None:
     if memory not in get_args(Memory):
         raise InputError(f"memory must be auto, fast or small, not {memory!r}.")
+
+
+def _positions_by_rows(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Positions as they are stored, however they lie in memory."""
+    if (meta := state.get(f"{prefix}weight_meta")) is not None:
+        state[f"{prefix}weight_meta"] = as_rows(meta)
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

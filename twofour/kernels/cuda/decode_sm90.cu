@@ -1,8 +1,8 @@
 // y[tokens, n] = x[tokens, k] · Wᵀ (+ bias) for few tokens, W packed 2:4, of 16 or 8 bits, on Hopper (sm_90a).
 //
 // Few tokens means that the time is the time to read W once, so everything serves that stream:
-// * W is read in the checkpoint's own row-major layout (values [n, k/2], positions [n, k/8]) by the tensor
-//   copy engine, which swizzles the tiles into shared memory as wgmma reads them. Nothing is repacked.
+// * W is read in the checkpoint's own row-major layout (values [n, k/2], positions [n, k/8], but see
+//   positions_sm90.cuh) by the tensor copy engine, which swizzles the tiles into shared memory as wgmma reads them.
 // * One warp only issues copies, STAGES tiles ahead; WARPGROUPS × 128 threads multiply (64 rows each).
 // * W is wgmma's sparse operand A, the tokens are its N: one instruction is 64 rows × TOKENS × 32 columns.
 // * A cluster of SPLIT blocks shares the columns of one row block and adds up its parts through distributed
@@ -16,8 +16,8 @@
 // With CODES, W and x are codes of 8 bits (1 e4m3, 2 int8), and every sum is multiplied by the scales of its row and of its
 // token. Counted in bytes all is the same then, with twice the columns, but for the positions.
 //
-// Compiled per configuration: TOKENS (8…256), WARPGROUPS, SPLIT, STAGES, STEP, GATED, CODES and FP16 or bf16; WGMMA(…) is
-// generated, sm90.cuh comes first. Tiles beyond the edges of W and x are filled with zeros by the copy engine, so any n, and any k
+// Compiled per configuration: TOKENS (8…256), WARPGROUPS, SPLIT, STAGES, STEP, GATED, CODES, ORDERED and FP16 or bf16; WGMMA(…)
+// is generated, positions_sm90.cuh comes first. Tiles beyond the edges of W and x are filled with zeros by the copy engine, so any n, and any k
 // that is a multiple of 128, works; outputs beyond n or tokens are not written.
 
 constexpr int WIDE = CODES ? 128 : 64;            // elements in 128 bytes, a row of a tile in shared memory
@@ -26,8 +26,7 @@ constexpr int A_BYTES = A_BOX * (STEP / (2 * WIDE));
 constexpr int B_BOX = TOKENS * 128;               // WIDE columns of x
 constexpr int B_BYTES = B_BOX * (STEP / WIDE);
 constexpr int PLACES = STEP / 64;                 // words of positions a thread has of a tile
-constexpr int E_PITCH = STEP / 8;                 // bytes of positions a row
-constexpr int E_BYTES = ROWS * E_PITCH;
+constexpr int E_BYTES = ROWS * (STEP / 8);        // positions
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + E_BYTES;
 constexpr int PENDING = STAGES > 2;               // with two stages, waiting would leave only one to be filled
 
@@ -76,7 +75,7 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
 #pragma unroll
         for (int j = 0; j < STEP / (2 * WIDE); ++j)
           copy_rows(tile + j * A_BOX, &values, step * (STEP / 2) + WIDE * j, block, barrier, once);
-        copy_rows(tile + A_BYTES + B_BYTES, &positions, step * E_PITCH, block, barrier, once);
+        copy_positions(tile + A_BYTES + B_BYTES, &positions, step * STEP, block, barrier, once);
       };
       auto copy_x = [&](int i) {
         const int s = i % STAGES, step = first + i;
@@ -106,15 +105,12 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
 #if CODES
   fetch_scales(token_scales, token_scale + first_token, tokens - first_token);
 #endif
-  const int group = warp / 4, lane = threadIdx.x % 32;
-  // This thread's rows of a 64-row tile, in the accumulators and in the positions alike: `row` and `row` + 8.
-  const int row = 64 * group + 16 * (warp % 4) + lane / 4;
+  const int group = warp / 4;
   Sum sum[ACCUMULATORS];
 #pragma unroll
   for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0;
 
-  // One word of positions serves two steps of 32 columns: lanes 0 and 1 of a quad the first, 2 and 3 the
-  // second. So a lane wants the 2 bytes of its 16 columns, of both its rows, in each 64 columns.
+  // Of 16 bits, a word of positions serves two steps of 32 columns (positions_sm90.cuh).
   // Of 8 bits, a word serves one step of 64 columns: even lanes have the upper of their two rows, odd ones the lower,
   // lanes 0 and 1 of a quad the first 32 columns, 2 and 3 the others.
   // wgmma reads these registers when it runs, not when it is issued: two sets take turns, and each is held
@@ -129,14 +125,13 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
     barrier_wait(shared_address(&full[s]), (i / STAGES) & 1);
     const char* tile = shared + s * STAGE_BYTES;
 #if CODES
-    const char* e = tile + A_BYTES + B_BYTES + (row + lane % 2 * 8) * E_PITCH + lane / 2 % 2 * 4;
+    const int lane = threadIdx.x % 32, row = 16 * warp + lane / 4 + lane % 2 * 8;
+    const char* e = tile + A_BYTES + B_BYTES + row * E_PITCH + lane / 2 % 2 * 4;
 #pragma unroll
     for (int j = 0; j < PLACES; ++j) places[j] = *(const u32*)(e + 8 * j);
 #else
-    const char* e = tile + A_BYTES + B_BYTES + row * E_PITCH + 2 * (lane % 4);
 #pragma unroll
-    for (int j = 0; j < PLACES; ++j)
-      places[j] = *(const u16*)(e + 8 * j) | (u32) * (const u16*)(e + 8 * j + 8 * E_PITCH) << 16;
+    for (int j = 0; j < PLACES; ++j) places[j] = places_of(tile + A_BYTES + B_BYTES, 64 * j);
 #endif
     const u64 a = descriptor(shared_address(tile) + group * 64 * 128);
     const u64 b = descriptor(shared_address(tile) + A_BYTES);

@@ -12,12 +12,11 @@
 // * Blocks stay (one a multiprocessor) and take tile after tile: while a tile's sums are rounded and written, the
 //   first stages of the next one arrive.
 //
-// Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, A_STAGES, B_STAGES, E_STAGES, GATED (see decode_sm90.cu) and FP16 or
-// bf16; WGMMA(…) is generated, tiles_sm90.cuh comes first. n must be a multiple of 8, k of 128.
+// Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, A_STAGES, B_STAGES, E_STAGES, GATED (see decode_sm90.cu), ORDERED and
+// FP16 or bf16; WGMMA(…) is generated, tiles_sm90.cuh and positions_sm90.cuh come first. n must be a multiple of 8, k of 128.
 
 constexpr int A_BYTES = ROWS * 128;               // 64 values, that is 128 columns, of each row
-constexpr int E_PITCH = 32;                       // bytes of positions of 256 columns
-constexpr int E_BYTES = ROWS * E_PITCH;
+constexpr int E_BYTES = ROWS * 32;                // positions of 256 columns
 constexpr int B_STAGE = TOKENS * 128;             // 64 columns of x
 constexpr int B_PART = B_STAGE / CLUSTER;         // what one block of the cluster fetches
 
@@ -78,7 +77,7 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
           const u32 barrier = shared_address(&e_full[e.stage]);
           barrier_wait(shared_address(&e_empty[e.stage]), e.phase ^ 1);  // the first round passes at once
           barrier_expect(barrier, E_BYTES);
-          copy_rows(e_ring + e.stage * E_BYTES, &positions, step / 2 * E_PITCH, rows, barrier);
+          copy_positions(e_ring + e.stage * E_BYTES, &positions, step * 128, rows, barrier, policy);
           e.advance();
         }
         const u32 barrier = shared_address(&a_full[a.stage]);
@@ -121,8 +120,6 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   }
 
   const int group = warp / 4;
-  // This thread's rows of the block's, in the accumulators and in the positions alike: `row` and `row` + 8.
-  const int row = 64 * group + 16 * (warp % 4) + lane / 4;
   float sum[ACCUMULATORS];
   u32 even[2] = {}, odd[2] = {};  // positions, see decode_sm90.cu: two sets that take turns
   Ring<A_STAGES> a;               // the tiles to be multiplied next
@@ -139,10 +136,8 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   // Of the first or second 128 columns of a tile of positions.
   auto fetch_positions = [&](int second, u32(&places)[2]) {
     barrier_wait(shared_address(&e_full[e.stage]), e.phase);
-    const char* at = e_tiles + e.stage * E_BYTES + row * E_PITCH + 16 * second + 2 * (lane % 4);
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
-      places[j] = *(const u16*)(at + 8 * j) | (u32) * (const u16*)(at + 8 * j + 8 * E_PITCH) << 16;
+    for (int j = 0; j < 2; ++j) places[j] = places_of(e_tiles + e.stage * E_BYTES, 128 * second + 64 * j);
   };
   auto release = [&](u64* empty) {
     if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(empty));

@@ -65,6 +65,14 @@ __device__ __forceinline__ void copy_pairs(u32 to, const TensorMap* map, int x, 
       "l"(policy), "r"(0)
       : "memory");
 }
+// A box of five dimensions, at (0, b, c, d, 0).
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int b, int c, int d, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%7, %2, %3, %4, %7}], [%5], %6;" ::"r"(to), "l"(map), "r"(b), "r"(c), "r"(d), "r"(barrier),
+      "l"(policy), "r"(0)
+      : "memory");
+}
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
