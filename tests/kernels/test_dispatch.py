@@ -95,6 +95,34 @@ def test_unknown_shapes_get_a_rule_of_thumb():
     assert choose(replace(odd, k=704)).backend == "ampere"
 
 
+def test_algorithms_of_another_cusparselt_are_not_guessed(monkeypatch):
+    monkeypatch.setattr(cusparselt, "version", lambda: (0, 9, 0))
+    assert choose(replace(PRODUCT, bucket=8192)).backend == "hopper"
+    assert choose(Product(3072, 640, 4096, torch.bfloat16, 0, True)).backend == "hopper"
+    with dispatch.force("cusparselt"):
+        assert choose(replace(PRODUCT, bucket=8192)).config == {}
+
+
+def test_odd_numbers_of_tokens_get_no_plan(monkeypatch):
+    """A server's prompts have hundreds of lengths; a plan for each would be made again and again."""
+    many = replace(PRODUCT, bucket=8192)
+    assert choose(many).backend == "cusparselt"
+    planned, launched = [], []
+    plan = SimpleNamespace(run=lambda x, compressed, out: None)
+    monkeypatch.setattr(cusparselt, "plan_for", lambda *key: planned.append(key[2]) or plan)
+    launches = SimpleNamespace(run=lambda x, *_: launched.append(x.shape[0]))
+    monkeypatch.setattr(dispatch, "_launches", lambda product, choice: launches)
+    run = dispatch.runner(many)
+    empty = torch.empty(0)
+    for tokens in (8192, 8191, 4160, 8192, 4160, 4160):
+        assert run(torch.empty(tokens, 1), empty, empty, None, empty).shape == (tokens, many.n)
+    assert planned == [8192, 4160, 8192, 4160]  # asked for when the number changes; cusparselt.py keeps them
+    assert launched == [8191]
+    with dispatch.force("cusparselt"):
+        dispatch.runner(many)(torch.empty(8184, 1), empty, empty, None, empty)
+    assert planned[-1] == 8184
+
+
 def test_override(monkeypatch):
     monkeypatch.setenv("TWOFOUR_BACKEND", "reference")
     assert choose(PRODUCT).backend == "reference"
@@ -146,7 +174,7 @@ def test_tuning_takes_the_fastest_that_is_right(monkeypatch):
         run.clock = (1.0, 3.0, 2.0)[choice.config["id"]]
         return run
 
-    def fake_clock(calls, *_):
+    def fake_clock(calls, *_, **__):
         return lambda repeats: [getattr(calls[0].func, "clock", 9.0)] * repeats
 
     monkeypatch.setattr(

@@ -269,7 +269,10 @@ def tuned(monkeypatch, scheme, entries, bucket=128):
     monkeypatch.setattr(CodesToTune, "make", making)
     monkeypatch.setattr(dispatch_codes, "candidates", lambda product: choices)
     monkeypatch.setattr(dispatch_codes, "runner", run_of)
-    clock = lambda calls, *_: lambda repeats: [getattr(calls[0].func, "clock", 9.0)] * repeats  # noqa: E731
+
+    def clock(calls, *_, **__):
+        return lambda repeats: [getattr(calls[0].func, "clock", 9.0)] * repeats
+
     monkeypatch.setattr(tuner, "graph_timer", clock)
     return tuner.tune([(64, 256)], [bucket], torch.bfloat16, torch.device("cpu"), scheme=scheme)
 

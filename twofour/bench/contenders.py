@@ -63,14 +63,15 @@ def _twofour(weights: list[Tensor], bias: Tensor | None, memory: Any = "auto") -
     return made
 
 
-def _cusparselt(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
+def _forced(backend: str, memory: Any, weights: list[Tensor], bias: Tensor | None) -> list[Product]:
+    """One backend, whatever was measured fastest."""
     from twofour.kernels import dispatch
 
     def forced(layer: Product, x: Tensor) -> Tensor:
-        with dispatch.force("cusparselt"):
+        with dispatch.force(backend):
             return layer(x)
 
-    return [partial(forced, layer) for layer in _twofour(weights, bias, memory="fast")]
+    return [partial(forced, layer) for layer in _twofour(weights, bias, memory)]
 
 
 def _torch24(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
@@ -89,8 +90,9 @@ CONTENDERS: dict[str, Contender | Factory] = {
 }
 
 
-#: Further ones where there is a GPU.
+#: Further ones where there is a GPU: every backend by itself, in its best configuration.
 GPU_CONTENDERS: dict[str, Contender | Factory] = {
-    "twofour fast": Contender(partial(_twofour, memory="fast")),  # with cuSPARSELt to choose from
-    "cusparselt": Contender(_cusparselt),  # its best algorithm, with our kept plans
+    "hopper": Contender(partial(_forced, "hopper", "auto")),
+    "ampere": Contender(partial(_forced, "ampere", "small"), most_tokens=64),
+    "cusparselt": Contender(partial(_forced, "cusparselt", "fast")),
 }

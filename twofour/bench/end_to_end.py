@@ -11,7 +11,6 @@ time, so its forms cannot take turns as products do (timing.in_turns).
     torch24       every projection through PyTorch's own to_sparse_semi_structured
     twofour       packed: what from_pretrained gives
     fused         packed, then fuse_: q, k and v as one product, gate and up with the activation as another
-    fast          fused, with cuSPARSELt's positions beside ours (memory="fast")
     int8, fp8, …  the name of a scheme: packed codes of 8 or 4 bits, then fuse_. The codes are random and not
                   this model's weights rounded, so there is nothing to compare the logits with
 
@@ -48,7 +47,7 @@ from twofour.progress import OnProgress, silent
 from twofour.quantize.schemes import SCHEMES, Scheme
 from twofour.select import select
 
-CONTENDERS = ("dense", "dense_fused", "torch24", "twofour", "fused", "fast")
+CONTENDERS = ("dense", "dense_fused", "torch24", "twofour", "fused")
 
 #: What may be asked for as well, after the others in their order.
 WITH_SCHEMES = (*CONTENDERS, *SCHEMES)
@@ -258,7 +257,7 @@ class Stages:
 
 
 def take_form(model: Any, contender: str) -> None:
-    """From the form before it in CONTENDERS to this one; a packed model must be packed already."""
+    """From the form before it to this one; a packed model must be packed already. "fast" is model.py's."""
     if contender in ("dense_fused", "fused", "fast"):
         fuse_(model)
     if contender == "fast":

@@ -19,6 +19,7 @@ from __future__ import annotations
 import datetime
 import math
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -42,6 +43,9 @@ ROUNDS = 5
 
 #: A replay shorter than this would measure its launch; the calls are then captured several times over.
 REPLAY_MS = 2.0
+
+#: A turn warms up for at least so long: a chip at its power limit takes a while to settle on a clock.
+WARM_MS = 20.0
 
 #: Calls in one graph at most: every call is several nodes, and capturing them takes host time.
 GRAPH_CALLS = 256
@@ -76,7 +80,7 @@ def copies_past_l2(weight_bytes: int, device: torch.device | str, times: float =
 def in_turns(
     timers: Mapping[str, Callable[[], Timer]], repeats: int, rounds: int = ROUNDS
 ) -> dict[str, Times | Exception]:
-    """Times of several contenders, A B C, C B A, A B C and so on; all of them are made before the first turn.
+    """Times of several contenders, each once in every round; all of them are made before the first turn.
 
     `repeats` calls of each, shared out among its turns. "p50" is the median of the turns' medians, the others
     are over all calls. One that raises gives what it raised, and the others go on without it.
@@ -90,8 +94,10 @@ def in_turns(
             results[name] = error
     turns: dict[str, list[list[float]]] = {name: [] for name in ready}
     for number in range(rounds):
-        # Back and forth: nobody comes after the same one every time, or always first.
-        for name in list(ready) if number % 2 == 0 else list(ready)[::-1]:
+        # In another order each time: who comes after the one that heats the chip most pays for it.
+        order = list(ready)
+        random.Random(number).shuffle(order)
+        for name in order:
             try:
                 turns[name].append(ready[name](max(1, round(repeats / rounds))))
             except Exception as error:
@@ -108,10 +114,11 @@ def time_graph(calls: Sequence[Call], repeats: int = 30) -> Times:
     return percentiles(graph_timer(calls)(repeats))
 
 
-def graph_timer(calls: Sequence[Call], replay_ms: float = REPLAY_MS) -> Timer:
+def graph_timer(calls: Sequence[Call], replay_ms: float = REPLAY_MS, warm_ms: float = WARM_MS) -> Timer:
     """As `time_graph`, captured now and replayed when it is asked for.
 
-    A replay takes `replay_ms` at least. Less is quicker to measure, with more of the launch in the figure.
+    A replay takes `replay_ms` at least, and those that are not timed `warm_ms`. Less is quicker to measure,
+    with more of the launch in the figure, and more of what ran before.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -127,7 +134,8 @@ def graph_timer(calls: Sequence[Call], replay_ms: float = REPLAY_MS) -> Timer:
     if rounds > 1:
         del graph  # its memory goes to the next one
         graph = _capture(calls, stream, rounds)
-    return lambda repeats: [ms / (rounds * len(calls)) for ms in _replay(graph, repeats)]
+    warm_up = max(WARM_UP, math.ceil(warm_ms / max(rounds * once, 1e-3)))
+    return lambda repeats: [ms / (rounds * len(calls)) for ms in _replay(graph, repeats, warm_up)]
 
 
 def _capture(calls: Sequence[Call], stream: torch.cuda.Stream, rounds: int) -> torch.cuda.CUDAGraph:
@@ -139,8 +147,8 @@ def _capture(calls: Sequence[Call], stream: torch.cuda.Stream, rounds: int) -> t
     return graph
 
 
-def _replay(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
-    for _ in range(WARM_UP):  # also at the start of a turn: the chip comes from other work
+def _replay(graph: torch.cuda.CUDAGraph, repeats: int, warm_up: int = WARM_UP) -> list[float]:
+    for _ in range(warm_up):  # also at the start of a turn: the chip comes from other work
         graph.replay()
     pairs = []
     for _ in range(repeats):

@@ -36,6 +36,10 @@ _BUCKET_OF = [next(b for b in BUCKETS if b >= t) for t in range(1025)]
 #: The algorithm of cuSPARSELt 0.8.0 that is most often the best on Hopper; its default is a third slower.
 _CUSPARSELT_ON_HOPPER = 17
 
+#: cuSPARSELt needs a plan for each number of tokens, which takes half a millisecond and host memory. Where a
+#: kernel of ours can run too, only multiples of this get one.
+_PLANNED = 64
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -180,7 +184,10 @@ def choose(product: Product) -> Choice:
         if why_not(choice.backend, product) is None:
             return choice
     usable = [b for b in BACKENDS if why_not(b, product) is None]
-    if "cusparselt" in usable and product.bucket > (1024 if "hopper" in usable else 64):
+    own_up_to = 64
+    if "hopper" in usable:  # not far behind the library, and ahead of an algorithm of it that nobody timed
+        own_up_to = 1024 if cusparselt.ids_are_known() else BUCKETS[-1]
+    if "cusparselt" in usable and product.bucket > own_up_to:
         return _rule_of_thumb(product, "cusparselt")
     # The ampere kernel reads the weight once for every 64 tokens; unpacking it once is a guess at what is
     # better for many, not measured.
@@ -238,7 +245,7 @@ def worth_keeping_dense(n: int, k: int, dtype: torch.dtype, device: int) -> bool
 
 
 def has_own_kernel(n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a kernel of ours is written for many tokens on this GPU, so that cuSPARSELt is not needed."""
+    """Whether a kernel of ours is written for many tokens on this GPU, so that cuSPARSELt is no must."""
     return hopper.why_not(device, dtype, n, k) is None and n % 8 == 0
 
 
@@ -266,7 +273,8 @@ def _rule_of_thumb(product: Product, backend: str) -> Choice:
     if backend == "ampere":
         processors = torch.cuda.get_device_properties(product.device).multi_processor_count
         return Choice(backend, asdict(ampere.guess(product.n, product.k, product.bucket, processors)))
-    if backend == "cusparselt" and torch.cuda.get_device_capability(product.device) == (9, 0):
+    on_hopper = torch.cuda.get_device_capability(product.device) == (9, 0)
+    if backend == "cusparselt" and on_hopper and cusparselt.ids_are_known():
         return Choice(backend, {"id": _CUSPARSELT_ON_HOPPER})
     return Choice(backend)
 
@@ -292,7 +300,10 @@ def runner(product: Product, choice: Choice | None = None) -> Run:
         choice = choose_gated(product)
         if choice is None:
             return _in_two_steps(product)
-    choice = choice or choose(product)
+    if choice is None:
+        choice = choose(product)
+        if choice.backend == "cusparselt" and not forced() and why_not("hopper", product) is None:
+            return _cusparselt_or_own(product, choice)
     if choice.backend in ("hopper", "ampere"):
         launches = _launches(product, choice)
         reordered = choice.backend == "ampere" and product.ordered  # a comparison, so it may take its time
@@ -347,6 +358,24 @@ def _cusparselt(product: Product, algorithm: cusparselt.Algorithm) -> Run:
             last = (this, plan)
         plan.run(x, compressed, out)
         return out[:tokens] if short else out
+
+    return run
+
+
+def _cusparselt_or_own(product: Product, choice: Choice) -> Run:
+    """Our kernel for the numbers of tokens that get no plan (`_PLANNED`). It is loaded when one comes."""
+    planned, own = runner(product, choice), None
+
+    def run(
+        x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, compressed: Tensor | None
+    ) -> Tensor:
+        nonlocal own
+        if x.shape[0] % _PLANNED == 0:
+            return planned(x, values, meta, bias, compressed)
+        if own is None:
+            known = [c for c in _known(product) if c.backend == "hopper"]
+            own = runner(product, known[0] if known else _rule_of_thumb(product, "hopper"))
+        return own(x, values, meta, bias, compressed)
 
     return run
 

@@ -74,7 +74,10 @@ def _own(device: int) -> Table:
 def _shipped(device: int) -> Table:
     folder = files("twofour.kernels").joinpath("defaults")
     file = folder.joinpath(f"{_gpu(device)}.json")
-    return json.loads(file.read_text()) if file.is_file() else {}
+    table: Table = json.loads(file.read_text()) if file.is_file() else {}
+    if cusparselt.ids_are_known():
+        return table
+    return {product: [c for c in kept if c["backend"] != "cusparselt"] for product, kept in table.items()}
 
 
 def _read(path: Path) -> Table:
