@@ -173,7 +173,7 @@ def test_cusparselt_every_algorithm(tokens, dtype):
 @pytest.mark.parametrize(("n", "k"), [(256, 512), (250, 508), (4096, 4096)])
 def test_layer_with_tokens_that_change(n, k, memory):
     dense, sparse = layer(n, k, memory=memory)
-    for tokens in (1, 3, 17, 64, 65, 257, 513, 2000, 5, 1):
+    for tokens in (1, 3, 17, 64, 65, 257, 513, 2000, 2048, 5, 1):
         x = torch.randn(tokens, k, device=CUDA, dtype=torch.bfloat16)
         assert_as_good_as_dense(sparse(x), x, dense.weight.data, dense.bias.data)
 
@@ -204,7 +204,7 @@ def test_gradients_autocast_and_inference_mode():
         assert torch.equal(sparse(x), sparse(x))
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 300])
+@pytest.mark.parametrize("tokens", [1, 16, 300, 2048])
 def test_cuda_graph(tokens):
     _, sparse = layer(512, 1024)
     x = torch.randn(tokens, 1024, device=CUDA, dtype=torch.bfloat16)
@@ -231,9 +231,10 @@ def test_compile(mode):
             torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
 
 
-def test_several_streams():
+@pytest.mark.parametrize("tokens", [4, 2048])  # one of our kernels, cuSPARSELt
+def test_several_streams(tokens):
     _, sparse = layer(1024, 1024)
-    inputs = [torch.randn(4, 1024, device=CUDA, dtype=torch.bfloat16) for _ in range(8)]
+    inputs = [torch.randn(tokens, 1024, device=CUDA, dtype=torch.bfloat16) for _ in range(8)]
     expected = [sparse(x) for x in inputs]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in inputs]
@@ -244,6 +245,26 @@ def test_several_streams():
                 results.append(sparse(x))
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def test_graphs_of_one_stream_replayed_at_the_same_time():
+    """Each has scratch memory of its own, also where cuSPARSELt runs."""
+    _, sparse = layer(1024, 2048)
+    inputs = [torch.randn(4096, 2048, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
+    with torch.no_grad():
+        expected = [sparse(x) for x in inputs]
+        graphs, outputs, capturing = [], [], torch.cuda.Stream()
+        for x in inputs:
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1], stream=capturing):
+                outputs.append(sparse(x))
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
 
 
 def test_what_is_resident_and_what_is_saved(tmp_path):

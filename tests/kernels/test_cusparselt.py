@@ -28,6 +28,7 @@ class Library:
         self.refuse: dict[str, int] = {}
         self.refuse_splits = False
         self.workspace = 256
+        self.capturing = False
 
     def __getattr__(self, name: str):
         if name == "cusparseLtMatmulDescriptorDestroy" or not name.startswith("cusparseLt"):
@@ -69,6 +70,7 @@ def library(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: fake.capturing, raising=False)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, device=None, **kw: empty(*size, **kw))
     cusparselt._why_not.cache_clear()
@@ -145,6 +147,17 @@ def test_a_workspace_grows_and_none_is_freed(library):
     plan_for(*SHAPE, Algorithm(1))._bind(7)
     small._bind(7)
     assert [tensor.numel() for tensor in cusparselt._workspaces[0, 7]] == [256, 512]
+
+
+def test_a_graph_has_a_workspace_of_its_own(library):
+    """Two graphs that were captured on one stream may be replayed at the same time, on others."""
+    plan, tensors = plan_for(*SHAPE, Algorithm()), (torch.zeros(8, 32), torch.zeros(9), torch.zeros(8, 64))
+    plan.run(*tensors)
+    library.capturing = True
+    plan.run(*tensors)
+    eager, captured = (call[8] for call in library.of("Matmul"))
+    assert eager == cusparselt._workspaces[0, 7][0].data_ptr() != captured
+    assert captured
 
 
 def test_dropped_plans_are_destroyed_late(library, monkeypatch):

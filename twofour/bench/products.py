@@ -81,10 +81,10 @@ SHAPES: dict[str, dict[str, tuple[int, int]]] = {
 SAMPLED_FEATURES = 64
 
 #: Calls of each contender that are timed, and the seconds that plain ones may take together.
-GRAPH_REPEATS, EAGER_REPEATS, CPU_REPEATS, SECONDS = 27, 50, 20, 1.0
+GRAPH_REPEATS, EAGER_REPEATS, CPU_REPEATS, SECONDS = 30, 50, 20, 1.0
 
-#: Turns of each with CUDA graphs. They decide who is fastest, so these are more than elsewhere.
-GRAPH_ROUNDS = 9
+#: Turns of each with CUDA graphs: all of the balanced orders of five contenders.
+GRAPH_ROUNDS = 10
 
 
 @dataclass(frozen=True)

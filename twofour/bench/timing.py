@@ -19,7 +19,6 @@ from __future__ import annotations
 import datetime
 import math
 import platform
-import random
 import statistics
 import subprocess
 import time
@@ -50,8 +49,9 @@ WARM_MS = 20.0
 #: Calls in one graph at most: every call is several nodes, and capturing them takes host time.
 GRAPH_CALLS = 256
 
-#: Calls between two synchronisations while the host is timed: a full launch queue would block it.
-CALLS_IN_QUEUE = 8
+#: Calls between two synchronisations while the host is timed. A full launch queue would block it, and a host
+#: that has just slept through long kernels is slow at first.
+CALLS_IN_QUEUE = 32
 
 
 def percentiles(times: Sequence[float]) -> Times:
@@ -93,11 +93,11 @@ def in_turns(
         except Exception as error:
             results[name] = error
     turns: dict[str, list[list[float]]] = {name: [] for name in ready}
+    names, orders = list(ready), balanced_orders(len(ready))
     for number in range(rounds):
-        # In another order each time: who comes after the one that heats the chip most pays for it.
-        order = list(ready)
-        random.Random(number).shuffle(order)
-        for name in order:
+        for name in (names[i] for i in orders[number % len(orders)]):
+            if name not in ready:
+                continue
             try:
                 turns[name].append(ready[name](max(1, round(repeats / rounds))))
             except Exception as error:
@@ -107,6 +107,19 @@ def in_turns(
         middle = statistics.median(statistics.median(turn) for turn in turns[name])
         results[name] = percentiles([ms for turn in turns[name] for ms in turn]) | {"p50": middle}
     return {name: results[name] for name in timers}
+
+
+def balanced_orders(count: int) -> list[list[int]]:
+    """Orders of 0 … count - 1 in which, taken together, each comes as often after any one as after any other.
+
+    Who comes after the one that heats the chip most pays for it. (E. J. Williams, 1949.)
+
+    >>> balanced_orders(4)
+    [[0, 3, 1, 2], [1, 0, 2, 3], [2, 1, 3, 0], [3, 2, 0, 1]]
+    """
+    first = [i // 2 if i % 2 == 0 else count - 1 - i // 2 for i in range(count)]
+    orders = [[(i + start) % count for i in first] for start in range(count)]
+    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
 
 
 def time_graph(calls: Sequence[Call], repeats: int = 30) -> Times:

@@ -235,6 +235,7 @@ class Plan:
         self._fixed = (
             *(library.cusparseLtMatmul, handle, plan, byref(ctypes.c_float(1)), byref(ctypes.c_float(0))),
             *(self.index, self._calls, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream),
+            torch._C._cuda_isCurrentStreamCapturing,
         )
 
     def run(self, x: Tensor, compressed: Tensor, out: Tensor) -> None:
@@ -243,12 +244,17 @@ class Plan:
         All contiguous, 16-byte aligned and of the plan's shape, dtype and device. That is not checked
         here: this is the hot path, a few microseconds of host time.
         """
-        matmul, handle, plan, one, zero, index, calls, current_device, raw_stream = self._fixed
+        matmul, handle, plan, one, zero, index, calls, current_device, raw_stream, capturing = self._fixed
         if current_device() != index:
             with torch.cuda.device(index):
                 return self.run(x, compressed, out)
         stream = raw_stream(index)
-        workspace, streams = calls.get(stream) or self._bind(stream)
+        if capturing():  # a graph may be replayed in any stream: it gets a workspace from its own memory
+            own = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=out.device)
+            workspace: int | None = own.data_ptr()
+            streams = (c_void_p * 1)(stream)
+        else:
+            workspace, streams = calls.get(stream) or self._bind(stream)
         y, w = out.data_ptr(), compressed.data_ptr()
         status = matmul(handle, plan, one, w, x.data_ptr(), zero, y, y, workspace, streams, 1)
         if status:
@@ -271,9 +277,8 @@ def _destroy(library: Any, made: list[tuple[str, Any]]) -> None:
 def _workspace(index: int, stream: int, size: int) -> int:
     """Scratch memory of a stream, shared by its plans: what runs on one stream runs in order.
 
-    Plans and CUDA graphs hold its address, so none is ever freed, not even one that became too small;
-    each new one is at least twice the last, so that all together are less than twice the largest.
-    Graphs captured on one stream share it too: do not replay two of them at the same time.
+    Plans hold its address, so none is ever freed, not even one that became too small; each new one is at
+    least twice the last, so that all together are less than twice the largest.
     """
     with _lock:
         kept = _workspaces.setdefault((index, stream), [])
