@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import twofour
-from twofour.kernels import cusparselt, dispatch, hopper, hopper_launch, hopper_source, reference
+from twofour.kernels import cusparselt, dispatch, hopper, hopper_launch, hopper_source, reference, relaunch
 from twofour.nn import SparseLinear
 from twofour.packed import in_order, pack
 from twofour.pattern import keep_best
@@ -167,6 +167,24 @@ def test_cusparselt_every_algorithm(tokens, dtype):
         for b in (None, bias):
             y = dispatch.runner(product, choice)(x, packed.values, packed.meta, b, compressed)
             assert_as_good_as_dense(y, x, w, b)
+
+
+@only_on_hopper
+def test_cusparselts_kernel_is_launched_without_it():
+    """The same bits as through the library, for tensors that it has not seen."""
+    n, k, tokens = 4096, 4096, 2048  # other sizes are cleared with a second kernel first, and not learnt
+    weights = [weight(n, k, torch.bfloat16) for _ in range(3)]
+    plan = cusparselt.Plan(n, k, tokens, torch.bfloat16, CUDA, cusparselt.Algorithm(17))
+    for w in weights:
+        x = torch.randn(tokens, k, device=CUDA, dtype=torch.bfloat16)
+        compressed, y, other = cusparselt.compress(w), x.new_zeros(tokens, n), x.new_zeros(tokens, n)
+        plan.run(x, compressed, y)
+        scratch = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=CUDA)
+        pointers = [tensor.data_ptr() for tensor in (compressed, x, other, scratch)]
+        plan._call(pointers, torch.cuda.current_stream().cuda_stream)
+        assert torch.equal(y, other)
+        assert_as_good_as_dense(y, x, w)
+    assert isinstance(plan._start, relaunch.Relaunch)
 
 
 @pytest.mark.parametrize("memory", ["small", "auto", "fast"])

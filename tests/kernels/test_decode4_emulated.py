@@ -199,7 +199,7 @@ class Driver:
         return 0
 
     def cuLaunchKernelEx(self, launch, function, arguments, extra) -> int:
-        launch = nvrtc._Launch.from_address(launch)
+        launch = nvrtc.LaunchConfig.from_address(launch)
         config, *_ = self.options
         assert (launch.block[0], launch.shared_bytes) == (config.threads, config.shared_bytes)
         kernel = Kernel(*self.options, self.maps, arguments, self.fault)

@@ -25,7 +25,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import byref, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from twofour.errors import InputError, TwoFourError
+from twofour.kernels import relaunch
 from twofour.kernels.cusparselt_library import call, failure, load, opaque
 
 #: Rows of x that the library works on: pad x with rows up to a multiple of this.
@@ -49,6 +50,7 @@ _COLUMN_MAJOR, _ROW_MAJOR = 1, 2
 _AS_IS, _TRANSPOSED = 0, 1
 _HALF_SPARSE, _COMPUTE_FLOAT32, _BIAS_POINTER = 0, 2, 8
 _CONFIG_ID, _CONFIG_MAX_ID, _SPLIT_K, _SPLIT_K_MODE = 0, 1, 3, 4
+_WORKSPACE = 3  # its place among the addresses of a product: the weight, x, the output, the workspace
 _ONE_KERNEL, _TWO_KERNELS, _DATA_PARALLEL, _SPLIT, _STREAM_K = 1, 2, 4, 5, 6
 
 
@@ -230,11 +232,19 @@ class Plan:
             call(library, "MatmulGetWorkspace", handle, plan, byref(size))
         self.algorithm_count = top.value  # ids are 0 … count - 1
         self.workspace_bytes = size.value
-        self._calls: dict[int, tuple[int | None, Any]] = {}
-        # All that `run` needs, so that it looks up one attribute.
+        self._parts = (
+            library.cusparseLtMatmul,
+            handle,
+            plan,
+            byref(ctypes.c_float(1)),
+            byref(ctypes.c_float(0)),
+        )
+        self._start: relaunch.Call | None = None  # how it is run, found out at the first run
+        self._uses_workspace = self.workspace_bytes > 0
+        self._workspaces: dict[int, int] = {}
+        # What `run` needs of torch, so that it looks up one attribute.
         self._fixed = (
-            *(library.cusparseLtMatmul, handle, plan, byref(ctypes.c_float(1)), byref(ctypes.c_float(0))),
-            *(self.index, self._calls, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream),
+            *(self.index, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream),
             torch._C._cuda_isCurrentStreamCapturing,
         )
 
@@ -244,28 +254,44 @@ class Plan:
         All contiguous, 16-byte aligned and of the plan's shape, dtype and device. That is not checked
         here: this is the hot path, a few microseconds of host time.
         """
-        matmul, handle, plan, one, zero, index, calls, current_device, raw_stream, capturing = self._fixed
+        index, current_device, raw_stream, capturing = self._fixed
         if current_device() != index:
             with torch.cuda.device(index):
                 return self.run(x, compressed, out)
         stream = raw_stream(index)
-        if capturing():  # a graph may be replayed in any stream: it gets a workspace from its own memory
-            own = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=out.device)
-            workspace: int | None = own.data_ptr()
-            streams = (c_void_p * 1)(stream)
-        else:
-            workspace, streams = calls.get(stream) or self._bind(stream)
-        y, w = out.data_ptr(), compressed.data_ptr()
-        status = matmul(handle, plan, one, w, x.data_ptr(), zero, y, y, workspace, streams, 1)
-        if status:
-            raise failure(self.library, "Matmul", status)
+        w, b, y, workspace = compressed.data_ptr(), x.data_ptr(), out.data_ptr(), 0
+        start = self._start
+        if start is None:
+            start = self._call if capturing() else self._learn((w, b, y, y))
+        if self._uses_workspace:
+            if capturing():  # a graph may be replayed in any stream: it gets one from its own memory
+                own = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=out.device)
+                workspace = own.data_ptr()
+            else:
+                workspace = self._workspaces.get(stream) or self._bind(stream)
+        start((w, b, y, workspace), stream)
         return None
 
-    def _bind(self, stream: int) -> tuple[int | None, Any]:
-        """Arguments for a stream that this plan has not run on yet: its workspace and its array of one."""
-        pointer = _workspace(self.index, stream, self.workspace_bytes) if self.workspace_bytes else None
-        self._calls[stream] = bound = (pointer, (c_void_p * 1)(stream))
-        return bound
+    def _call(self, addresses: Sequence[int], stream: int) -> None:
+        """Through the library."""
+        matmul, handle, plan, one, zero = self._parts
+        w, x, y, workspace = addresses
+        streams = (c_void_p * 1)(stream)
+        if status := matmul(handle, plan, one, w, x, zero, y, y, workspace or None, streams, 1):
+            raise failure(self.library, "Matmul", status)
+
+    def _learn(self, addresses: Sequence[int]) -> relaunch.Call:
+        """How to run it from now on: without the library, which is twice as quick, if that can be learnt."""
+        launch = relaunch.learn(self._call, addresses)
+        if launch is not None:
+            self._uses_workspace = _WORKSPACE in launch.needs
+        self._start = launch or self._call
+        return self._start
+
+    def _bind(self, stream: int) -> int:
+        """The workspace of a stream that this plan has not run on yet."""
+        self._workspaces[stream] = pointer = _workspace(self.index, stream, self.workspace_bytes)
+        return pointer
 
 
 def _destroy(library: Any, made: list[tuple[str, Any]]) -> None:

@@ -155,13 +155,13 @@ def load(source: str, architecture: str, name: str, shared_bytes: int, device_in
     return function
 
 
-class _Attribute(ctypes.Structure):
+class LaunchAttribute(ctypes.Structure):
     """CUlaunchAttribute: an id and a union of 64 bytes."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
 
 
-class _Launch(ctypes.Structure):
+class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
@@ -169,7 +169,7 @@ class _Launch(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
         ("count", ctypes.c_uint),
     )
 
@@ -183,9 +183,9 @@ def resident_clusters(
 ) -> int:
     """How many clusters of a kernel the GPU runs at once. Not all of it: they do not cross its parts."""
     with torch.cuda.device(device_index):
-        size = _Attribute(id=_CLUSTER_DIMENSION)
+        size = LaunchAttribute(id=_CLUSTER_DIMENSION)
         size.value[:3] = cluster, 1, 1
-        config = _Launch((cluster, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(size), 1)
+        config = LaunchConfig((cluster, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(size), 1)
         count = ctypes.c_int()
         status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
         check(status, "cuOccupancyMaxActiveClusters")
@@ -200,9 +200,11 @@ def launcher(
     With `early` the kernel may start while the one before it in the stream still runs: it must wait for that
     one itself (griddepcontrol.wait, from compute capability 9.0 on) before it touches what it made.
     """
-    attribute = _Attribute(id=_MAY_START_EARLY)
+    attribute = LaunchAttribute(id=_MAY_START_EARLY)
     attribute.value[0] = 1
-    config = _Launch((1, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(attribute), int(early))
+    config = LaunchConfig(
+        (1, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(attribute), int(early)
+    )
     at = ctypes.addressof(config)
     run = driver().cuLaunchKernelEx
 
