@@ -28,7 +28,7 @@ from twofour.advise.steps import Rest, Step, TimeModel, Workload, step_time
 RESULTS = Path(__file__).resolve().parent / "results"
 FIT_PRODUCTS = ("h200-products-8b.json", "h200-tune-8b.json")
 QUANTIZED = "h200-quantized-8b.json"
-END_TO_END = "h200-end-to-end-8b.json"
+END_TO_END = ("h200-end-to-end-8b.json", "h200-end-to-end-8b-before.json")
 
 #: qkv and gate_up: what a fit in 8 and 4 bits sees before it is judged by o and down.
 HALF = ((6144, 4096), (28672, 4096))
@@ -75,9 +75,16 @@ def quantized_rows() -> dict[Scheme, list[Measured]]:
 
 
 def end_to_end_rows() -> list[dict[str, Any]]:
-    """Those with a time and of a form that is modelled."""
-    rows = json.loads((RESULTS / END_TO_END).read_text())["end_to_end"]
-    return [row for row in rows if row["ms"] and row["contender"] in FORMS]
+    """Those with a time and of a modelled form, each the faster one of two runs: what else a host does
+    can only add to a time, and in one of them it added half to plain decode."""
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name in END_TO_END:
+        for row in json.loads((RESULTS / name).read_text())["end_to_end"]:
+            if row["ms"] and row["contender"] in FORMS:
+                which = tuple(row[part] for part in ("what", "batch", "mode", "attention", "contender"))
+                if which not in best or row["ms"]["p50"] < best[which]["ms"]["p50"]:
+                    best[which] = row
+    return list(best.values())
 
 
 def predicted(network: Network, model: TimeModel, row: dict[str, Any], form: tuple[Scheme, bool]) -> Step:
