@@ -270,7 +270,11 @@ def test_check_finds_damage(pruned, tmp_path):
 
     assert damaged(lambda t: None) == []
     assert "no weight_scale" in damaged(lambda t: t.pop(f"{key}.weight_scale"))[0]
-    assert "not positive" in damaged(lambda t: t[f"{key}.weight_scale"].neg_())[0]
+    for wrong in (0.0, torch.nan, torch.inf):
+        assert (
+            "weight_scale holds zero" in damaged(lambda t, w=wrong: t[f"{key}.weight_scale"][3].fill_(w))[0]
+        )
+    assert damaged(lambda t: t[f"{key}.weight_scale"].neg_()) == []  # another matrix, and a legal one
     assert "nibble" in damaged(lambda t: t[f"{key}.weight_meta"].zero_())[0]
     wide = damaged(lambda t: t.update({f"{key}.weight_values": t[f"{key}.weight_values"].view(torch.int8)}))
     assert "int4 needs torch.uint8" in wide[0]

@@ -37,6 +37,8 @@ def random_codes(
     width = scheme.scale_width(columns)
     mean = (2 / columns) ** 0.5 / spread
     scale = torch.rand(rows, width, **options).add_(0.5).mul_(mean)
+    signs = torch.tensor(scheme.signs, device=random.device)
+    scale *= signs[torch.randint(len(signs), scale.shape, **options)]
     scale = scheme.rounded_scale(scale, dtype).to(dtype)
     values = to_nibbles(codes) if scheme.stored == FOUR_BIT else codes
     return Packed24(values, meta, columns, scale)

@@ -156,8 +156,10 @@ def _require_scheme(values: Tensor, scale: Tensor, scheme: Scheme, layer: Layer)
             f"weight_scale has shape {list(scale.shape)}, and {scheme.name} needs {width} a row.",
             layer=layer.name,
         )
-    if not bool((scale > 0).all()):
-        raise InputError("weight_scale holds a number that is not positive.", layer=layer.name)
+    signed = len(scheme.signs) > 1
+    if not bool((scale.isfinite() & ((scale != 0) if signed else (scale > 0))).all()):
+        wrong = "zero, infinity or NaN" if signed else "a number that is not positive and finite"
+        raise InputError(f"weight_scale holds {wrong}.", layer=layer.name)
 
 
 def _dense_layers(checkpoint: Checkpoint) -> dict[str, Layer]:

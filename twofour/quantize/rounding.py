@@ -2,7 +2,8 @@
 
     nearest       each weight to the nearest code. The scale of a row or group is the one, of a grid downwards
                   from what the largest weight needs, that makes the least error: with integers, clipping a
-                  few large weights is often better than coarse codes for all. An fp8 code is as exact,
+                  few large weights is often better than coarse codes for all. In int4 each is tried with
+                  both signs, for there is a code -8 and no 8. An fp8 code is as exact,
                   relative to itself, at any scale, so there the grid ends where clipping would begin.
     compensated   left to right, each column's rounding error is made up for by the columns still to come, as
                   SparseGPT does for removed weights (GPTQ, arXiv 2210.17323). Then codes, and scales, go back
@@ -138,6 +139,11 @@ def nearest(
     return codes, scale
 
 
+def scale_factors(scheme: Scheme) -> list[float]:
+    """What the largest weight is multiplied with, to get the scales that are tried."""
+    return [sign * shrink / scheme.largest for sign in scheme.signs for shrink in SHRINK]
+
+
 def search_scale(
     weight: Tensor, scheme: Scheme, dtype: torch.dtype, importance: Tensor | None = None
 ) -> Tensor:
@@ -152,8 +158,8 @@ def search_scale(
     largest = grouped.abs().amax(-1)
     best = torch.full_like(largest, torch.inf)
     found = torch.ones_like(largest)
-    for shrink in SHRINK:
-        scale = scheme.rounded_scale(largest * (shrink / scheme.largest), dtype)
+    for factor in scale_factors(scheme):
+        scale = scheme.rounded_scale(largest * factor, dtype)
         rounded = scheme.to_codes(grouped / scale[..., None]).mul_(scale[..., None])
         error = rounded.sub_(grouped).square_().mul_(counts).sum(-1)
         better = error < best
@@ -264,8 +270,8 @@ def _descend(
             step = (slope[:, left : left + size] * own).sum(1) / curvature
             old = scale[:, number]
             new = scheme.rounded_scale(old + step, dtype)
-            # No codes, no curvature, no step; a scale that would turn negative stays.
-            new = torch.where((old + step > 0) & (curvature > 0), new, old)
+            # No codes, no curvature, no step; a scale that would change its sign stays.
+            new = torch.where(((old + step) * old > 0) & (curvature > 0), new, old)
             slope.addmm_((own * (new - old)[:, None]), gram[left : left + size], alpha=-1)
             scale[:, number] = new
         if torch.equal(codes, before):

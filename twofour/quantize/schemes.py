@@ -8,10 +8,11 @@
 A weight is code · scale. All schemes are symmetric, so the code of zero is zero and a pruned weight stays
 exactly zero; 2:4 holds for the codes as it does for the weights.
 
-A scale is a positive number of 8 significant bits (a bfloat16). Codes are found for the scale as stored, and
-such a scale is the same number in bfloat16, float16 and float32, so that a layer may change its dtype
-(`.to`, `from_pretrained(dtype=…)`) without changing its weights. Only float16 has a lower end: there no scale
-is below 2⁻¹⁷ from the start.
+A scale is a number of 8 significant bits (a bfloat16). In int4 it may be negative, so that the sixteenth
+code, -8, serves the largest weight of either sign; else it is positive. Codes are found for the scale as
+stored, and such a scale is the same number in bfloat16, float16 and float32, so that a layer may change its
+dtype (`.to`, `from_pretrained(dtype=…)`) without changing its weights. Only float16 has a lower end: there no
+scale is below 2⁻¹⁷ from the start.
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ class Scheme:
         """The least code and the largest."""
         return _RANGE[self.codes]
 
+    @property
+    def signs(self) -> tuple[float, ...]:
+        """Of scales that are worth trying."""
+        least, largest = self.range
+        return (1.0,) if least == -largest else (1.0, -1.0)
+
     def scale_width(self, columns: int) -> int:
         """Scales a row."""
         return 1 if self.group is None else max(1, -(-columns // self.group))
@@ -75,8 +82,9 @@ class Scheme:
 
     def rounded_scale(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Scales as stored beside a layer of `dtype`, in float32; 1 where all weights are zero."""
-        stored = scale.float().clamp(min=_LEAST.get(dtype, _LEAST_BFLOAT16)).bfloat16().float()
-        return torch.where(scale > 0, stored, 1.0)
+        size = scale.float().abs().clamp(min=_LEAST.get(dtype, _LEAST_BFLOAT16)).bfloat16().float()
+        usable = scale != 0 if len(self.signs) > 1 else scale > 0
+        return torch.where(usable, size.copysign(scale), 1.0)
 
     def as_config(self) -> dict[str, Any]:
         """As it stands in config.json."""

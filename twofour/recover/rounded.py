@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from twofour.quantize.rounding import SHRINK, search_scale
+from twofour.quantize.rounding import scale_factors, search_scale
 from twofour.quantize.schemes import Scheme
 from twofour.recover.derived import derive, largest_two, plain_again
 from twofour.recover.fused import Fused
@@ -136,13 +136,11 @@ def fused_search(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
     size = scheme.group or columns
     grouped = F.pad(weight, (0, -columns % size)).reshape(rows, -1, size)
     largest = grouped.abs().amax(-1)
-    scales = torch.stack(
-        [scheme.rounded_scale(largest * (shrink / scheme.largest), dtype) for shrink in SHRINK]
-    )
+    scales = torch.stack([scheme.rounded_scale(largest * f, dtype) for f in scale_factors(scheme)])
     errors = _fused_errors(grouped, scales, scheme)
-    number = torch.arange(len(SHRINK), device=weight.device).view(-1, 1, 1)
+    number = torch.arange(len(scales), device=weight.device).view(-1, 1, 1)
     # The first of equals, as there. None is the least where weights are NaN: that run ends soon.
-    best = torch.where(errors == errors.amin(0), number, len(SHRINK) - 1).amin(0)
+    best = torch.where(errors == errors.amin(0), number, len(scales) - 1).amin(0)
     return scales.gather(0, best[None]).squeeze(0)
 
 
