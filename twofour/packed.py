@@ -242,8 +242,13 @@ def unpack(
     return (dense.float() * scale.float()).to(dtype or scale.dtype)
 
 
+def ordered_shape(rows: int, columns: int) -> tuple[int, ...]:
+    """Of positions in cuSPARSELt's order; rows must be a multiple of 64, columns of 32."""
+    return (rows // 64, columns // 32, 4, 8, 8)
+
+
 def in_order(meta: Tensor) -> Tensor:
-    """Positions [n, k/8] in cuSPARSELt's order; n must be a multiple of 64, k of 32.
+    """Positions [n, k/8] in cuSPARSELt's order.
 
     >>> meta = torch.randint(256, (128, 12), dtype=torch.uint8)
     >>> torch.equal(as_rows(in_order(meta)), meta)
@@ -252,7 +257,7 @@ def in_order(meta: Tensor) -> Tensor:
     blocks, steps = meta.shape[0] // 64, meta.shape[1] // 4
     # row / 64, row % 64 / 16, row % 16 / 8, row % 8, column / 32, b, i
     nibbles = _nibbles(meta).reshape(blocks, 4, 2, 8, steps, 2, 4).permute(0, 4, 1, 3, 6, 5, 2)
-    return (nibbles[..., 0] | nibbles[..., 1] << 4).reshape(blocks, steps, 4, 8, 8)
+    return (nibbles[..., 0] | nibbles[..., 1] << 4).reshape(ordered_shape(meta.shape[0], 8 * meta.shape[1]))
 
 
 def is_ordered(meta: Tensor) -> bool:

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from twofour import kernels
 from twofour.errors import InputError
+from twofour.kernels import cusparselt
 from twofour.nn import SparseConv2d, SparseLinear
 from twofour.nn.fuse import FusedLinear
 from twofour.packed import in_order
@@ -353,6 +355,41 @@ def test_export_save_and_load(memory):
     for rows in (2, 5):
         x = torch.randn(rows, 6, 5, 5)
         torch.testing.assert_close(loaded(x), dense(x))
+
+
+@pytest.mark.parametrize("memory", ["auto", "fast"])
+@pytest.mark.parametrize("empty", ["as ours", "elsewhere", "nowhere"])
+def test_cusparselts_form_is_shared_where_it_says_the_same(empty, memory, monkeypatch):
+    """A stand-in for its compression. The zeros of a group that keeps fewer than two may be anywhere."""
+    dense = linear(128, 192, bias=False)
+    with torch.no_grad():
+        dense.weight[5, 8:12] = 0
+    layer = SparseLinear.from_dense(dense, memory="small")
+
+    def compress(weight):
+        packed = layer.packed
+        meta = packed.meta.clone()
+        if empty != "as ours":  # the group has the low nibble of byte 1: positions 2 and 3, or no legal ones
+            meta[5, 1] = meta[5, 1] & 0xF0 | (0xE if empty == "elsewhere" else 0)
+        return torch.cat([packed.values.detach().reshape(-1).view(torch.uint8), in_order(meta).flatten()])
+
+    monkeypatch.setattr(cusparselt, "why_not", lambda *_: None)
+    monkeypatch.setattr(cusparselt, "compress", compress)
+    monkeypatch.setattr(kernels.dispatch, "has_own_kernel", lambda *_: True)
+    layer.memory = memory
+    layer._compress()
+    one_form = empty != "nowhere"
+    assert (layer.weight_meta.dim() == 5) == one_form
+    assert (layer.compressed_weight is not None) == (one_form or memory == "fast")
+    if one_form:
+        inside = layer.compressed_weight.untyped_storage().data_ptr()
+        for shared in (layer.weight_values, layer.weight_meta):
+            assert shared.untyped_storage().data_ptr() == inside
+    layer.validate()
+    assert torch.equal(layer.unpacked(), dense.weight)
+    again = SparseLinear(128, 192, bias=False, memory="small")
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again.unpacked(), dense.weight)
 
 
 def test_positions_may_lie_in_cusparselts_order():

@@ -36,7 +36,7 @@ _BUCKET_OF = [next(b for b in BUCKETS if b >= t) for t in range(1025)]
 #: The algorithm of cuSPARSELt 0.8.0 that is most often the best on Hopper; its default is a third slower.
 _CUSPARSELT_ON_HOPPER = 17
 
-#: cuSPARSELt needs a plan for each number of tokens, which takes half a millisecond and host memory. Where a
+#: cuSPARSELt needs a plan for each number of tokens, which takes a millisecond and host memory. Where a
 #: kernel of ours can run too, only multiples of this get one.
 _PLANNED = 64
 

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from twofour import kernels, ops
 from twofour.errors import InputError
 from twofour.kernels import cusparselt
-from twofour.packed import BITS, Packed24, as_rows, in_order, pack, packed_shapes, validate
+from twofour.packed import BITS, Packed24, as_rows, ordered_shape, pack, packed_shapes, validate
 from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
 
@@ -279,19 +279,18 @@ class SparseLinear(PackedModule):
         if self.memory == "auto" and own_kernel and not one_order:
             return
         with torch.inference_mode(False), torch.no_grad():
-            compressed = cusparselt.compress(self.unpacked())
+            dense = self.unpacked()
+            compressed = cusparselt.compress(dense)
             front = compressed[: values.nbytes].view(values.dtype).view(values.shape)
-            if not torch.equal(front, values):  # so in every version that was looked at
-                return
-            ordered = in_order(self.weight_meta.detach()) if one_order else None
-            if ordered is not None:
-                behind = compressed[values.nbytes :][: ordered.nbytes].view(ordered.shape)
-                if torch.equal(behind, ordered):  # so in 0.8.0
-                    self.weight_meta.data = behind
-                elif self.memory == "auto":
+            if one_order:
+                behind = compressed[values.nbytes :][: self.weight_meta.nbytes]
+                behind = behind.view(ordered_shape(rows, columns))
+                if _are_packed(front, behind, dense):  # so in 0.8.0
+                    self.compressed_weight, values.data, self.weight_meta.data = compressed, front, behind
                     return
-            self.compressed_weight = compressed
-            values.data = front
+            # So in every version that was looked at, unless a group keeps fewer than two.
+            if (self.memory == "fast" or not own_kernel) and torch.equal(front, values):
+                self.compressed_weight, values.data = compressed, front
 
     def forward(self, x: Tensor) -> Tensor:
         x = self._input(x)
@@ -387,6 +386,15 @@ def watched() -> bool:
 def _require_memory(memory: str) -> None:
     if memory not in get_args(Memory):
         raise InputError(f"memory must be auto, fast or small, not {memory!r}.")
+
+
+def _are_packed(values: Tensor, meta: Tensor, dense: Tensor) -> bool:
+    """Whether these are a packed form of a matrix: also with zeros in other places than `pack` puts them."""
+    try:
+        validate(values, meta, dense.shape[1])
+    except InputError:
+        return False
+    return torch.equal(ops.unpack(values, meta, None, dense.shape[1]), dense)
 
 
 def _positions_by_rows(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
