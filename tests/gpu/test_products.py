@@ -1,6 +1,7 @@
 """The GPU kernels against float64, and everything they must compose with. Run by `make test-gpu`."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -263,6 +264,25 @@ def test_several_streams(tokens):
                 results.append(sparse(x))
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [4, 300, 2048])
+def test_a_thread_that_has_not_used_cuda_yet(tokens):
+    """The runtime gives it a context by itself, the driver, which launches our kernels, does not."""
+    _, sparse = layer(1024, 1024)
+    x = torch.randn(tokens, 1024, device=CUDA, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = sparse(x)
+        torch.cuda.synchronize()
+
+        def run():
+            with torch.no_grad():
+                return sparse(x)
+
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(run).result()
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
 
 
 def test_graphs_of_one_stream_replayed_at_the_same_time():

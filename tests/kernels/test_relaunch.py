@@ -6,6 +6,7 @@ import ctypes
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from twofour.errors import TwoFourError
 from twofour.kernels import nvrtc, relaunch
@@ -128,6 +129,20 @@ def test_the_kernel_gets_what_the_library_would_give_it(driver):
         launch(addresses, 9)
         wanted = product(addresses)[0].arguments
         assert driver.launched[-1] == (77, (132, 1, 1, 384, 1, 1, 9000), [(4, 2, 1, 1)], 9, wanted)
+
+
+def test_a_thread_that_has_not_used_cuda_yet(driver, monkeypatch):
+    launch, attached = learnt(driver, product), []
+    launch_kernel = driver.cuLaunchKernelEx
+    launch._run = lambda *given: launch_kernel(*given) if attached else 201
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: attached.append(True))
+    launch((W, X, Y, 0), 9)
+    assert len(driver.launched) == len(attached) == 1
+    launch._run = lambda *given: 700
+    monkeypatch.setattr(nvrtc, "driver", lambda: SimpleNamespace(cuGetErrorString=lambda status, words: 0))
+    with pytest.raises(TwoFourError, match=r"cuLaunchKernelEx failed.*700"):
+        launch((W, X, Y, 0), 9)
+    assert len(attached) == 1
 
 
 @pytest.mark.parametrize(

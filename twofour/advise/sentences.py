@@ -25,7 +25,7 @@ def what_it_rests_on(
     if not gpu.hopper:
         notes.append(
             "Our kernels for many tokens, and those that multiply 8 bits with 8 bits, are for Hopper. "
-            'Elsewhere 2:4 needs cuSPARSELt for many tokens (memory="fast", 10/16 of the bytes), which was '
+            "Elsewhere 2:4 needs cuSPARSELt for many tokens (10/16 of the bytes), which was "
             "not measured there, and 8 and 4 bits are decoded to 16 first: expect less."
         )
     notes.append(

@@ -207,9 +207,10 @@ def _x_describer(at: int, dtype: torch.dtype, k: int, box_tokens: int) -> Any:
         last = (address, tokens)
         sizes[1] = tokens
         address_of_x.value = address
-        status = encode(target, element, 2, address_of_x, sizes, pitch, box, ones, 0, swizzle, 2, 0)
+        given = (target, element, 2, address_of_x, sizes, pitch, box, ones, 0, swizzle, 2, 0)
+        status = encode(*given)
         if status:
-            nvrtc.check(status, "cuTensorMapEncodeTiled")
+            nvrtc.try_again(status, "cuTensorMapEncodeTiled", encode, *given)
 
     return describe_x
 
@@ -261,8 +262,8 @@ def _describe(
     box: tuple[int, ...],
     swizzle: int,
 ) -> None:
-    rank = len(sizes)
-    status = nvrtc.driver().cuTensorMapEncodeTiled(
+    rank, encode = len(sizes), nvrtc.driver().cuTensorMapEncodeTiled
+    given = (
         ctypes.c_void_p(at),
         element,
         rank,
@@ -276,4 +277,4 @@ def _describe(
         2,  # 128-byte promotion in L2
         0,  # zeros beyond the edges
     )
-    nvrtc.check(status, "cuTensorMapEncodeTiled")
+    nvrtc.try_again(encode(*given), "cuTensorMapEncodeTiled", encode, *given)

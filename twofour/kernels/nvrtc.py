@@ -22,6 +22,7 @@ import torch
 
 from twofour.errors import TwoFourError
 
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _SHARED_MEMORY_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -77,6 +78,17 @@ def check(status: int, call: str) -> None:
         words = ctypes.c_char_p()
         driver().cuGetErrorString(status, ctypes.byref(words))
         raise TwoFourError(f"{call} failed: {(words.value or b'unknown error').decode()} ({status}).")
+
+
+def try_again(status: int, name: str, call: Callable[..., int], *arguments: Any) -> None:
+    """After a call of the driver that did not succeed: once more, if the thread had not used CUDA yet.
+
+    The runtime gives such a thread its device's context by itself, the driver does not.
+    """
+    if status == _NO_CONTEXT:
+        torch.cuda.synchronize()
+        status = call(*arguments)
+    check(status, name)
 
 
 def compile_source(source: str, architecture: str) -> bytes:
@@ -213,6 +225,6 @@ def launcher(
         config.stream = stream
         status = run(at, function, arguments, None)
         if status:
-            check(status, "cuLaunchKernelEx")
+            try_again(status, "cuLaunchKernelEx", run, at, function, arguments, None)
 
     return launch

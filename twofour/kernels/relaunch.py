@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twofour.errors import TwoFourError
-from twofour.kernels.nvrtc import LaunchAttribute, LaunchConfig, check, driver
+from twofour.kernels.nvrtc import LaunchAttribute, LaunchConfig, check, driver, try_again
 
 #: A call of the library with these addresses in this stream.
 Call = Callable[[Sequence[int], int], None]
@@ -88,8 +88,9 @@ class Relaunch:
                 words[word] = addresses[which] + offset
             self._config.stream = stream
             status = self._run(self._at, self._function, self._arguments, None)
-        if status:
-            check(status, "cuLaunchKernelEx")
+            if status:
+                given = (self._at, self._function, self._arguments, None)
+                try_again(status, "cuLaunchKernelEx", self._run, *given)
 
 
 def learn(call: Call, addresses: Sequence[int]) -> Relaunch | None:
