@@ -9,8 +9,9 @@ rows start from MODEL itself, as `twofour prune --scheme` does, so their masks a
 and evaluation are those of benchmarks/oneshot.py, scored in float32 on `--device`; the work itself takes a
 GPU if there is one. Rows are printed as they come, and added to the file `--out` in place of older ones of
 the same. Each has its perplexity over that of the 16-bit 2:4 model of the same masks, the joint rows over
-that of sparsegpt's. Perplexity moves by luck as well, so with `--divergence` rows also say how far the
-predictions are from those of that model, in nats a token (KL).
+that of sparsegpt's; rows with a teacher keep the masks and round towards MODEL. Perplexity moves by luck
+as well, so with `--divergence` rows also say how far the predictions are from those of that 16-bit model,
+or of the teacher, in nats a token (KL).
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ ROWS: tuple[tuple[str, int | None, str, str], ...] = (
     ("fp8", None, "nearest", ""),
     ("fp8", None, "compensated", ""),
     ("fp8", None, "compensated", "tune"),
+    ("fp8", None, "compensated", "teacher"),
     ("int4", 128, "nearest", ""),
     ("int4", 128, "compensated", ""),
     ("int4", 128, "compensated", "tune"),
+    ("int4", 128, "compensated", "teacher"),
+    ("int4", 128, "compensated", "teacher tune"),
     ("int4", 128, "joint", ""),
     ("int4", 128, "joint", "tune"),
 )
@@ -54,6 +58,7 @@ MORE: tuple[tuple[str, int | None, str, str], ...] = (
     ("int8", None, "nearest", "smooth"),
     ("int8", None, "compensated", "smooth"),
     ("int8", None, "compensated", "tune"),
+    ("int8", None, "compensated", "teacher smooth"),
     ("int8-weight", None, "compensated", ""),
     ("fp8-weight", None, "compensated", ""),
     ("int4", 64, "compensated", ""),
@@ -64,7 +69,7 @@ MORE: tuple[tuple[str, int | None, str, str], ...] = (
 )
 
 SAME = (
-    *("model", "method", "scheme", "group", "rounding", "smooth", "tune"),
+    *("model", "method", "scheme", "group", "rounding", "smooth", "tune", "teacher"),
     *("calibration", "evaluation", "device"),
 )
 
@@ -134,12 +139,14 @@ def run(given: argparse.Namespace, work: Path) -> None:
         return model.eval().to(device)
 
     def measure(directory: Path, over: float | None, beside: Path | None = None, **what: Any) -> float:
+        """Score it, also by its divergence from the model `beside`."""
         model = load(directory)
         value, count = perplexity(model, scored)
         evaluated = f"{len(scored)} windows of at most {given.context}, {count} tokens"
         found = {"perplexity": round(value, 4)} | ({"over_16_bit": round(value / over, 4)} if over else {})
         if beside and given.divergence:
-            found["divergence"] = round(divergence(model, load(beside), scored), 6)
+            key = "divergence_from_teacher" if what["teacher"] else "divergence"
+            found[key] = round(divergence(model, load(beside), scored), 6)
         row = {**named, **what, **found, "evaluation": f"{evaluated} of {given.evaluation.name}", **about}
         print(json.dumps(row), flush=True)
         if given.out:
@@ -163,7 +170,14 @@ def run(given: argparse.Namespace, work: Path) -> None:
         sizes = {"bytes": stored, "share_of_dense_16_bit": round(stored / dense, 4)}
         return {**sizes, "seconds": round(seconds, 1)}
 
-    plain = {"scheme": "16 bit", "group": None, "rounding": None, "smooth": False, "tune": False}
+    plain = {
+        "scheme": "16 bit",
+        "group": None,
+        "rounding": None,
+        "smooth": False,
+        "tune": False,
+        "teacher": False,
+    }
     base: dict[str, float] = {}
     for method in given.methods:
         pruned = work / f"pruned-{method}"
@@ -177,16 +191,19 @@ def run(given: argparse.Namespace, work: Path) -> None:
         if not any(fnmatch(name, wanted) for wanted in given.only):
             continue
         how: Any = rounding
-        options = QuantizeOptions(scheme, group, how, extra == "smooth", extra == "tune")
+        extras = extra.split()
+        teacher = source if "teacher" in extras else None
+        options = QuantizeOptions(scheme, group, how, "smooth" in extras, "tune" in extras, teacher)
         joint = rounding == "joint"
         for method in ["joint"] if joint else given.methods:
             out = work / f"{method} {name}".replace(" ", "-")
             made = quantized(out, source if joint else work / f"pruned-{method}", options)
             what = {"scheme": scheme, "group": group, "rounding": rounding}
-            what |= {"smooth": options.smooth, "tune": options.tune}
+            what |= {"smooth": options.smooth, "tune": options.tune, "teacher": teacher is not None}
             # Over the two steps' 16-bit model: of sparsegpt, whose sweep the joint one is, if it was run.
             over = base.get("sparsegpt", next(iter(base.values()))) if joint else base[method]
-            beside = None if joint else work / f"pruned-{method}"  # other masks are another model
+            # Other masks are another model.
+            beside = None if joint else teacher or work / f"pruned-{method}"
             measure(out, over, beside, method=method, **what, **made)
 
 

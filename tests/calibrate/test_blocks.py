@@ -1,11 +1,13 @@
 """Block by block: a layer's statistics are those of its inputs after the blocks before it were changed."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from twofour.calibrate.blocks import InModel, find_blocks, run_blocks
+from twofour.calibrate.blocks import InModel, Teacher, find_blocks, run_blocks
 from twofour.calibrate.statistics import Gram
 from twofour.calibrate.windows import sample_windows
 from twofour.errors import InputError
@@ -160,6 +162,34 @@ def test_targets_lie_between_the_block_and_the_model(model):
         torch.testing.assert_close(mixed, 0.75 * of_block + 0.25 * of_model)
     for of_block, of_model in zip(found[0.0, 0], found[1.0, 0], strict=True):
         assert torch.equal(of_block, of_model)  # nothing is lost before the first block
+
+
+def test_a_teacher_is_followed_from_its_embeddings_on(model):
+    """Targets are its states, beside a model that was another before the first block already."""
+    layers = select(model).layers
+    dense = copy.deepcopy(model)
+    found, teachers, statistics = {}, [], {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(0.7)
+        states = dense(WINDOWS, output_hidden_states=True).hidden_states
+        own = model(WINDOWS, output_hidden_states=True).hidden_states
+
+    def look(block):
+        found[block.number] = torch.cat(block.origins), torch.cat(block.targets)
+        teachers.append(block.teacher)
+        statistics.update(block.grams)
+
+    run_blocks(model, layers, WINDOWS, look, follow=1.0, teacher=Teacher(dense))
+    for number in range(2):
+        torch.testing.assert_close(found[number][0], states[number], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[0][1], states[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dense.model.norm(found[1][1]), states[2], rtol=1e-4, atol=1e-5)
+    assert teachers == list(dense.model.layers)
+    x = model.model.layers[1].input_layernorm(own[1]).flatten(0, 1)  # the statistics are the model's own
+    query = next(gram for layer, gram in statistics.items() if layer.name.endswith("1.self_attn.q_proj"))
+    torch.testing.assert_close(query.mean, x.t() @ x / len(x), rtol=1e-3, atol=1e-5)
 
 
 def test_modes_and_places_are_as_before(model):

@@ -9,11 +9,10 @@ from twofour.errors import InputError
 from twofour.pattern import check_pattern
 from twofour.prune.hessian import relative_output_error
 from twofour.prune.sparsegpt import SparseGPT
-from twofour.quantize.blocks import Drift, shifted_target
 from twofour.quantize.rounding import quantize_matrix, search_scale
 from twofour.quantize.schemes import SCHEMES, scheme_named
 
-from ..prune.layer_problem import gram_of, problem
+from ..prune.layer_problem import problem
 
 KINDS = [SCHEMES["int8"], SCHEMES["fp8"], SCHEMES["int4"], scheme_named("int4", 32)]
 
@@ -162,37 +161,3 @@ def test_what_is_refused():
     for how in ("nearest", "joint"):
         with pytest.raises(InputError, match="NaN"):
             quantize_matrix(weight, KINDS[0], how, inputs)
-
-
-def drift_of(before, now, held_out=None):
-    """D of tokens, and G and D of those of them that are held out."""
-    mean = (before - now).t() @ now / len(now)
-    if held_out is None:
-        return Drift(mean)
-    rest = [tensor[held_out] for tensor in (before, now)]
-    return Drift(mean, (gram_of(rest[1]), drift_of(*rest).mean))
-
-
-def test_a_shifted_target_repairs_what_the_inputs_brought():
-    random = torch.Generator().manual_seed(0)
-    before = torch.randn(4000, 16, generator=random)
-    now = before @ (torch.eye(16) + 0.2 * torch.randn(16, 16, generator=random))
-    gram = gram_of(now)
-    weight = torch.randn(6, 16, generator=random)
-    wanted = before @ weight.t()
-    for held_out in (None, slice(3000, 4000)):
-        target = shifted_target(weight, gram, drift_of(before, now, held_out))
-        error, left = ((now @ w.t() - wanted).norm() / wanted.norm() for w in (weight, target))
-        assert left < 0.15 * error
-
-
-def test_a_target_is_not_shifted_by_what_does_not_carry_over():
-    """Errors that have nothing to do with the inputs can be learnt by heart from few tokens, not repaired."""
-    random = torch.Generator().manual_seed(0)
-    now = torch.randn(4 * 24, 16, generator=random)
-    before = now + 0.3 * torch.randn(4 * 24, 16, generator=random)
-    weight, gram = torch.randn(6, 16, generator=random), gram_of(now)
-    by_heart = shifted_target(weight, gram, drift_of(before, now))
-    careful = shifted_target(weight, gram, drift_of(before, now, slice(72, 96)))
-    assert (careful - weight).norm() < 0.3 * (by_heart - weight).norm()
-    assert torch.equal(shifted_target(weight, gram, drift_of(now, now, slice(72, 96))), weight)

@@ -10,7 +10,8 @@ Layers that get the very same input (q, k and v; gate and up) share one Gram mat
 A caller that tunes a block needs to know what it should give, and there are two answers: what the dense
 block gives for the inputs that it now gets, or what the dense model has at this depth, with everything that
 was lost so far repaired. For the second, another set of states goes along through the blocks as they were
-before the change. `follow` is how much of the second is in the targets.
+before the change, or through those of another model, the teacher. `follow` is how much of the second is in
+the targets.
 
 Nothing here knows a model by name: the blocks are the longest list of modules that the chosen layers are
 in, and whatever else the model passes to a block (masks, positions) is caught with the states and passed
@@ -62,6 +63,7 @@ class Block:
     `grams` are the statistics of its layers' inputs, `calls` what it is called with, both after the change
     of all blocks before it; a Gram matrix that is taken out is freed. `targets`, where asked for, are what
     it should give, call by call, and `origins`, with `follow`, what the model as it was would give to it.
+    With a teacher these are what it gives, and `teacher` is its block.
     """
 
     number: int
@@ -73,6 +75,7 @@ class Block:
     targets: list[Tensor]
     device: torch.device
     origins: list[Tensor] = field(default_factory=list)
+    teacher: nn.Module | None = None
 
 
 #: Share of a GPU's free memory that the states of all windows may take; otherwise they are kept on the CPU.
@@ -109,6 +112,14 @@ class InModel:
 
     def release(self, number: int, block: nn.Module) -> None:
         block.to(self._home)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model of the same build, to follow in place of what the changed one was; who has its weights."""
+
+    model: nn.Module
+    weights: Weights = field(default_factory=InModel)
 
 
 class Shelf:
@@ -163,6 +174,7 @@ def run_blocks(
     device: torch.device | str = "cpu",
     batch: int | None = None,
     follow: float | None = None,
+    teacher: Teacher | None = None,
     prepare: Change | None = None,
     finished: int = 0,
     restore: Callable[[int], None] | None = None,
@@ -173,8 +185,9 @@ def run_blocks(
 
     The first `finished` blocks were changed in an earlier run: `restore` puts the new weights of one back,
     after what the old ones give was seen, and the windows only pass through. Blocks get targets if there is
-    a `follow`, from 0 (the block) to 1 (the model). `prepare` comes just before `change`, and may put a block
-    into another form that gives the same. `weights` brings those of a block that are not in memory.
+    a `follow`, from 0 (the block) to 1 (the model, or the `teacher`). `prepare` comes just before `change`,
+    and may put a block into another form that gives the same. `weights` brings those of a block that are not
+    in memory.
     """
     name, blocks = find_blocks(model, layers)
     outside = [layer.name for layer in layers if not layer.name.startswith(f"{name}.")]
@@ -186,7 +199,7 @@ def run_blocks(
         )
     device = torch.device(device)
     weights = weights or InModel()
-    with evaluating(model):
+    with evaluating(model, *([teacher.model] if teacher else [])):
         together = batch or windows_at_once(windows, device)
         calls = _catch(model, blocks[0], parallel.share_of(windows), together)
         copies = 1 + bool(follow) + (follow is not None)  # of a window: its own, the dense model's, targets
@@ -196,10 +209,17 @@ def run_blocks(
         shelf.settle()
         _share_and_move(calls, shelf)
         dense = [call.states for call in calls] if follow else []
+        taught_by = find_blocks(teacher.model, layers)[1] if teacher else blocks
+        if teacher:
+            start = _catch(teacher.model, taught_by[0], parallel.share_of(windows), together)
+            dense = [shelf.put(call.states) for call in start]
+            shelf.settle()
         for number, block in enumerate(blocks):
             prefix = f"{name}.{number}."
             own = [layer for layer in layers if layer.name.startswith(prefix)]
             weights.bring(number, block, device)
+            if teacher:
+                teacher.weights.bring(number, taught_by[number], device)
             todo = bool(own) and number >= finished
             targets: list[Tensor] = []
             grams: dict[Layer, Gram] = {}
@@ -209,7 +229,8 @@ def run_blocks(
             origins = list(dense) if todo else []
             if follow:
                 for i, call in enumerate(calls):
-                    dense[i] = shelf.put(Call(dense[i], call.rest, call.named).through(block, device))
+                    own_call = Call(dense[i], call.rest, call.named)
+                    dense[i] = shelf.put(own_call.through(taught_by[number], device))
                 shelf.settle()
                 if follow == 1:
                     targets = list(dense)
@@ -221,6 +242,7 @@ def run_blocks(
                     restore(number)
             elif todo:
                 turn = Block(number, prefix[:-1], block, own, grams, calls, targets, device, origins)
+                turn.teacher = taught_by[number] if teacher else None
                 if prepare is not None:
                     prepare(turn)
                 change(turn)
@@ -228,6 +250,8 @@ def run_blocks(
             if number + 1 < len(blocks):
                 pass_through(block, calls, shelf)
             weights.release(number, block)
+            if teacher:
+                teacher.weights.release(number, taught_by[number])
             on_progress(number + 1, len(blocks), f"block {number}")
 
 

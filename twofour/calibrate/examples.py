@@ -22,10 +22,11 @@ def call(model: nn.Module, example: Any) -> Any:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(*models: nn.Module) -> Iterator[None]:
     """No dropout, no BatchNorm statistics updated; every module back in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    training = [module for model in models for module in model.modules() if module.training]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:

@@ -70,6 +70,12 @@ def command(
         ),
     ] = None,
     tune: Tune = False,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(
+            help="The dense model: come near to it, and not to MODEL. Needs --calib.", show_default=False
+        ),
+    ] = None,
     include: Include = None,
     exclude: Exclude = None,
     resume: Resume = False,
@@ -85,7 +91,7 @@ def command(
             "joint rounding prunes a dense model.", hint="Use: twofour prune MODEL OUT --scheme SCHEME."
         )
     calibration = CalibrationOptions(calib, samples, seqlen, seed) if calib else None
-    options = QuantizeOptions(scheme, group, how, smooth, tune)
+    options = QuantizeOptions(scheme, group, how, smooth, tune, teacher)
     run("quantize", model, out, options, include, exclude, calibration, resume, json)
 
 

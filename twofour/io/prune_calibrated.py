@@ -179,14 +179,7 @@ def open_for_calibration(
     wide = 2 * checkpoint.nbytes <= FLOAT32_UP_TO
     dtype = torch.float32 if wide else None
     # To write text the whole model has to run; otherwise a block at a time is enough.
-    streamed = None
-    if documents is not None:
-        streamed = open_streamed(checkpoint, list(layers.by_tensor.values()), dtype)
-    if streamed is not None:
-        model, tokenizer, weights = streamed
-    else:
-        model, tokenizer = load_causal_lm(checkpoint.directory, device="cpu", dtype=dtype or "auto")
-        weights = None
+    model, tokenizer, weights = open_blocks(checkpoint, layers, dtype, whole=documents is None)
     longest = model.config.get_text_config().max_position_embeddings
     samples, seed = calibration.samples, calibration.seed
     length = min(calibration.seqlen or 2048, longest)
@@ -195,6 +188,16 @@ def open_for_calibration(
     else:
         windows = sample_windows(tokenizer, documents, samples, length, seed)
     return model, windows, weights
+
+
+def open_blocks(
+    checkpoint: Checkpoint, layers: CheckpointLayers, dtype: torch.dtype | None, whole: bool = False
+) -> tuple[Any, Any, StreamedBlocks | None]:
+    """The model, its tokenizer, and who brings the blocks, unless the whole model is in memory."""
+    streamed = None if whole else open_streamed(checkpoint, list(layers.by_tensor.values()), dtype)
+    if streamed is not None:
+        return streamed
+    return *load_causal_lm(checkpoint.directory, device="cpu", dtype=dtype or "auto"), None
 
 
 class FilesBehind:

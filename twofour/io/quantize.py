@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from twofour.calibrate.blocks import Block
+from twofour.calibrate.blocks import Block, Teacher
 from twofour.calibrate.experts import opened_experts
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
@@ -23,8 +23,9 @@ from twofour.io.format import is_packed, packed_config, stub
 from twofour.io.pack import layers_to_pack, lowrank_of
 from twofour.io.prune_calibrated import CalibrationOptions, read_pruned
 from twofour.io.quantize_calibrated import PARTS, FinishedWork, described_layer, quantize_into
-from twofour.io.record import add_step, summary
+from twofour.io.record import add_step, last_step, summary
 from twofour.io.stream import rewrite
+from twofour.io.structure import CheckpointLayers
 from twofour.io.writer import CheckpointWriter, require_new
 from twofour.nn.convert import packed_layers
 from twofour.nn.lowrank import lowrank_layers
@@ -53,7 +54,8 @@ class QuantizeOptions:
     `joint` rounding takes a dense model and prunes it. `smooth`: scale moves from activations into weights;
     None is yes for int8 with text, where large channels leave the others few codes, and otherwise no: in fp8
     every number has an exponent of its own. `tune`: each block is tuned as a whole after its layers are
-    rounded (quantize/tune.py).
+    rounded (quantize/tune.py). `teacher`: the dense model, a directory, or in `quantize_` a module. The codes
+    should come near to what it does (quantize/target.py), and not to what the pruned model does.
     """
 
     scheme: str | Scheme
@@ -61,13 +63,23 @@ class QuantizeOptions:
     rounding: Rounding | None = None
     smooth: bool | None = None
     tune: bool = False
+    teacher: str | Path | nn.Module | None = None
 
     def settled(self, has_text: bool) -> tuple[Scheme, Rounding, bool]:
         """What it comes to, after refusing what cannot be."""
         scheme = scheme_named(self.scheme, self.group)
         rounding = self.rounding or ("compensated" if has_text else "nearest")
-        if not has_text and (rounding != "nearest" or self.smooth or self.tune):
+        if self.teacher is not None and rounding == "joint":
+            raise InputError(
+                "joint rounding starts from the dense model, which is its teacher.", hint="Leave it out."
+            )
+        if self.teacher is not None and has_text and rounding == "nearest" and not self.tune:
+            raise InputError(
+                "rounding to the nearest does not look at a teacher.", hint="Round compensated, or tune."
+            )
+        if not has_text and (rounding != "nearest" or self.smooth or self.tune or self.teacher is not None):
             what = "smoothing" if self.smooth else "tuning" if self.tune else f"{rounding} rounding"
+            what = "following a teacher" if self.teacher is not None else what
             raise InputError(f"{what} looks at the inputs of the layers.", hint="Give calibration text.")
         if self.smooth and not scheme.rounds_activations:
             raise InputError(
@@ -87,6 +99,7 @@ def quantize_(
     rounding: Rounding | None = None,
     smooth: bool | None = None,
     tune: bool = False,
+    teacher: nn.Module | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     memory: Memory = "auto",
@@ -102,10 +115,11 @@ def quantize_(
 
     `windows` [samples, length] are tokens of calibration text: with them errors are compensated, as 4 bits
     need it, int8 is smoothed (see `QuantizeOptions`), and with `tune` each block is tuned as a whole as well.
-    `rounding="joint"` takes a dense model and prunes it on the way. Experts that are stored as one tensor are
+    With a `teacher`, the dense model, what is left comes as near to that as it can. `rounding="joint"` takes
+    a dense model and prunes it on the way. Experts that are stored as one tensor are
     taken apart, as by `pack_`.
     """
-    options = QuantizeOptions(scheme, group, rounding, smooth, tune)
+    options = QuantizeOptions(scheme, group, rounding, smooth, tune, teacher)
     chosen, how, smoothed = options.settled(windows is not None)
     _refuse_corrections(lowrank_layers(model))
     with opened_experts(model) as experts:
@@ -133,6 +147,7 @@ def quantize_(
                 prepare=Smoothing(model) if smoothed else None,
                 device=next(iter(weights.values())).device,
                 tune=TUNING if tune else None,
+                teacher=None if teacher is None else Teacher(teacher),
                 on_progress=on_progress,
             )
         put_quantized_(model, packed, chosen, memory)
@@ -169,12 +184,14 @@ def quantize_checkpoint(
     _refuse_corrections(lowrank_of(checkpoint))
     layers = layers_to_pack(checkpoint, include, exclude)
     modules = {key.removesuffix(".weight"): layer.shape for key, layer in layers.by_tensor.items()}
+    teacher = None if options.teacher is None else _teacher(options.teacher, checkpoint, layers)
     joint = rounding == "joint"
     recorded: dict[str, Any] = {"scheme": scheme.name, "group": scheme.group}
     recorded |= {"method": "joint"} if joint else {"rounding": rounding}
     # What it would be by default is not the same for all of these, so it is said.
     recorded |= {"smooth": smooth} if calibration and scheme.rounds_activations else {}
     recorded |= {"tune": True} if options.tune else {}
+    recorded |= {"teacher": str(options.teacher)} if options.teacher is not None else {}
     recorded |= calibration.as_recorded() if calibration else {}
     described = {**recorded, "layers": sorted(layers.by_tensor)}
     stubs = stub(modules)
@@ -218,6 +235,7 @@ def quantize_checkpoint(
     try:
         quantize_into(
             *(work, checkpoint, layers, scheme, rounding, calibration, described),
+            teacher=teacher,
             smooth=smooth,
             tune=TUNING if options.tune else None,
             resume=resume,
@@ -242,6 +260,30 @@ def quantize_checkpoint(
     rewrite(checkpoint, out, place, described, finish, least=LEAST / 2 if _is_wide(checkpoint) else LEAST)
     shutil.rmtree(work)
     return step
+
+
+def _teacher(path: Any, checkpoint: Checkpoint, layers: CheckpointLayers) -> Checkpoint:
+    """The dense model, after a look at whether it is one, and the one that the other was pruned from."""
+    teacher = Checkpoint(path)
+    hint = "Give the dense model that this one was pruned from."
+    if is_packed(teacher.config):
+        raise InputError(f"the teacher {path} is packed.", hint=hint)
+    if ((last_step(checkpoint.record, "prune") or {}).get("options") or {}).get("permute"):
+        raise InputError(
+            f"{checkpoint.directory} was pruned with --permute, so its channels have another order than the "
+            "teacher's.",
+            hint="Leave --teacher out, or prune without --permute.",
+        )
+    for key, info in checkpoint.tensors.items():
+        own = teacher.tensors.get(key)
+        if own is None or own.shape != info.shape:
+            shape = "none" if own is None else f"one of {list(own.shape)}"
+            raise InputError(
+                f"{key} is {list(info.shape)}, and the teacher {path} has {shape}: it is another model.",
+                layer=layers.by_tensor[key].name if key in layers.by_tensor else None,
+                hint=hint,
+            )
+    return teacher
 
 
 def _is_wide(checkpoint: Checkpoint) -> bool:

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from twofour.calibrate.blocks import Block
+from twofour.calibrate.blocks import Block, InModel, Teacher
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.prune_calibrated import (
     CalibrationOptions,
@@ -25,6 +25,7 @@ from twofour.io.prune_calibrated import (
     block_file,
     checkpoint_dtype,
     finished_blocks,
+    open_blocks,
     open_for_calibration,
     parameters_in_files,
 )
@@ -50,6 +51,7 @@ def quantize_into(
     calibration: CalibrationOptions,
     options: dict[str, Any],
     *,
+    teacher: Checkpoint | None,
     smooth: bool,
     tune: Reconstruct | None,
     resume: bool,
@@ -57,6 +59,10 @@ def quantize_into(
 ) -> None:
     """Leave the codes of every block in `work`, with notes about each layer. `options` tell runs apart."""
     model, windows, weights = open_for_calibration(checkpoint, layers, calibration, on_progress)
+    followed = None
+    if teacher is not None:
+        dense, _, its_weights = open_blocks(teacher, layers, model.dtype)
+        followed = Teacher(dense, its_weights or InModel())
     finished = finished_blocks(work, options) if resume else 0
     if not finished:
         shutil.rmtree(work, ignore_errors=True)
@@ -111,6 +117,7 @@ def quantize_into(
             device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
             prepare=smoothing,
             tune=tune,
+            teacher=followed,
             may_change=beside.__contains__,
             dtypes={layer: checkpoint_dtype(checkpoint, key) for layer, key in keys.items()},
             finished=finished,

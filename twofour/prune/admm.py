@@ -35,7 +35,7 @@ from torch import Tensor
 from twofour.calibrate.statistics import Gram
 from twofour.errors import InputError
 from twofour.pattern import require_finite
-from twofour.prune.hessian import damped_cholesky, require_inputs
+from twofour.prune.hessian import damped_cholesky, refit, require_inputs
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ADMM:
         better = error <= error_start
         error = error.where(better, error_start)
         pruned, pull = pruned.where(better[:, None], start), pull.where(better[:, None], pull_start)
-        fitted = _refit(pruned, pull, problem.hessian, self.refit)
+        fitted = refit(pruned, pull, problem.hessian, self.refit)
         # The refit lowers the damped error. Where the damping is most of a row's error, that may cost the
         # row some of the error proper.
         better = problem.error(dense - fitted)[0] <= error
@@ -174,28 +174,3 @@ def _two_largest(wish: Tensor) -> Tensor:
     torch.logical_or(c_a & c_b, ~d_c & (c_a | c_b), out=keep_c)
     torch.logical_or(d_a & d_b, d_c & (d_a | d_b), out=keep_d)
     return mask.flatten(-2)
-
-
-def _refit(weight: Tensor, pull: Tensor, hessian: Tensor, steps: int) -> Tensor:
-    """Conjugate gradients for W·H = A·H on the weights that are not zero, every row a system of its own.
-
-    `pull` is what is missing at the start, (A - W)·H. Removed weights stay out because the residual is
-    masked: that is CG on each row's own submatrix of H without ever cutting it out. The usual preconditioner,
-    the diagonal of H, is the scaling of the columns done before. Every step lowers the error, so it can be
-    stopped anywhere.
-    """
-    ones = (weight != 0).float()
-    residual = pull * ones
-    direction = residual
-    size = residual.square().sum(1, keepdim=True)
-    for _ in range(steps):
-        image = (direction @ hessian).mul_(ones)
-        curvature = (direction * image).sum(1, keepdim=True)
-        # A row that is solved, or all zeros, has no direction left: 0/0.
-        length = torch.where(curvature > 0, size / curvature, 0.0)
-        weight = weight + length * direction
-        residual = residual - length * image
-        new_size = residual.square().sum(1, keepdim=True)
-        direction = residual + torch.where(size > 0, new_size / size, 0.0) * direction
-        size = new_size
-    return weight

@@ -93,3 +93,28 @@ def relative_output_error(before: Tensor, after: Tensor, inputs: Gram) -> float:
         float((x @ gram).mul_(x).sum(dtype=torch.float64)) for x in (old - after.detach().float(), old)
     )
     return max(lost, 0.0) / total if total > 0 else 0.0
+
+
+def refit(weight: Tensor, pull: Tensor, hessian: Tensor, steps: int) -> Tensor:
+    """Conjugate gradients for W·H = A·H on the weights that are not zero, every row a system of its own.
+
+    `pull` is what is missing at the start, (A - W)·H. Removed weights stay out because the residual is
+    masked: that is CG on each row's own submatrix of H without ever cutting it out. The usual preconditioner,
+    the diagonal of H, is for the caller to have scaled to ones. Every step lowers the error, so it can be
+    stopped anywhere.
+    """
+    ones = (weight != 0).float()
+    residual = pull * ones
+    direction = residual
+    size = residual.square().sum(1, keepdim=True)
+    for _ in range(steps):
+        image = (direction @ hessian).mul_(ones)
+        curvature = (direction * image).sum(1, keepdim=True)
+        # A row that is solved, or all zeros, has no direction left: 0/0.
+        length = torch.where(curvature > 0, size / curvature, 0.0)
+        weight = weight + length * direction
+        residual = residual - length * image
+        new_size = residual.square().sum(1, keepdim=True)
+        direction = residual + torch.where(size > 0, new_size / size, 0.0) * direction
+        size = new_size
+    return weight

@@ -1,14 +1,9 @@
-"""Rounding block by block: a layer's inputs as they are when its turn comes, beside what they were before.
+"""Rounding block by block: a layer's inputs as they are when its turn comes, beside what they should be.
 
-Errors add up: behind a few rounded blocks a layer no longer gets the inputs x that it had in the model as it
-was, but others, x′. Rounding so that Q·x′ stays near W·x′ leaves the error that x′ brings with it. Q·x′ near
-W·x also repairs it, as far as a matrix can: the best one is W + W·D·G⁻¹ with G the mean of x′·x′ᵀ and D that
-of (x - x′)·x′ᵀ, so that is what is rounded in place of W. For x the model runs along as it was, and a layer's
-inputs are measured when those before it in the same block are rounded already. Where the scheme rounds
-activations, x′ is what is left of them.
-
-A matrix W·D·G⁻¹ also learns by heart what only these tokens have. How much of it carries over to others is
-seen on every fourth window: the matrix is made without them, and they say how far to go.
+A layer is rounded on the inputs that it gets from the rounded ones before it, also those of its own block;
+where the scheme rounds activations, on what is left of them. Beside these go the inputs that it had in the
+model as it was, or has in the dense model that the rounded one should be near to (the teacher): see
+quantize/target.py for what is made of both.
 """
 
 from __future__ import annotations
@@ -21,14 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from twofour.calibrate.blocks import Block, Call, run_blocks
+from twofour.calibrate.blocks import Block, Call, Teacher, run_blocks
 from twofour.calibrate.statistics import Gram
 from twofour.pattern import require_finite
-from twofour.prune.hessian import damped_cholesky, relative_output_error
+from twofour.prune.hessian import relative_output_error
 from twofour.prune.reconstruct import Reconstruct, Reconstructed
 from twofour.quantize.activations import as_rounded, round_inputs
-from twofour.quantize.rounding import DAMPING, Quantized, Rounding, quantize_matrix, require_two_four
+from twofour.quantize.rounding import Quantized, Rounding, quantize_matrix, require_two_four
 from twofour.quantize.schemes import Scheme
+from twofour.quantize.target import Drift, fitted_target
 from twofour.quantize.tune import tune_
 from twofour.select import Layer
 
@@ -65,24 +61,29 @@ def quantize_blocks(
     *,
     device: torch.device | str,
     tune: Reconstruct | None = None,
+    teacher: Teacher | None = None,
     may_change: Callable[[str], bool] = lambda name: True,
     dtypes: dict[Layer, torch.dtype] | None = None,
     restore: Callable[[int], list[Layer]] | None = None,
     **options: Any,
 ) -> None:
     """Round the layers block by block, and tune each block if there is a `tune`. `keep` is given the results.
-    The blocks behind it get to see what is stored, with activations rounded as they will be. `restore` puts a
-    finished block back and says which layers it had. `may_change` can forbid to tune a norm or bias."""
+    The blocks behind it get to see what is stored, with activations rounded as they will be. With a `teacher`
+    all this is done to come near to it, and not to the model as it was. `restore` puts a finished block back
+    and says which layers it had. `may_change` can forbid to tune a norm or bias."""
 
     def change(block: Block) -> None:
         before = {layer: _weight(block, layer).detach().clone() for layer in block.layers}
         own = {layer: dtypes[layer] if dtypes else weight.dtype for layer, weight in before.items()}
         rounded: dict[Layer, Quantized] = {}
         grams: dict[Layer, Gram] = {}
+        aims: dict[Layer, Tensor] = {}  # what layers should do, where that is not what they did
         plain = (([layer], block.grams.pop(layer), None) for layer in list(block.layers))
         for stage, gram, drift in plain if rounding == "nearest" else inputs_in_order(block, scheme):
             matrices = {layer: layer.to_matrix(before[layer]) for layer in stage}
-            for layer, codes in _round_together(matrices, scheme, rounding, gram, drift, own).items():
+            if block.teacher is not None and drift is not None:
+                aims |= {layer: layer.to_matrix(_weight(block, layer, block.teacher)) for layer in stage}
+            for layer, codes in _round_together(matrices, aims, scheme, rounding, gram, drift, own).items():
                 rounded[layer], grams[layer] = codes, gram
                 put(block, layer, codes)
                 rounding_inputs(layer)
@@ -93,7 +94,7 @@ def quantize_blocks(
         for layer, codes in rounded.items():
             put(block, layer, codes)
             matrix, new = layer.to_matrix(before[layer]), codes.weight()
-            error = relative_output_error(matrix, new, grams[layer])
+            error = relative_output_error(aims.get(layer, matrix), new, grams[layer])
             found[layer] = Rounded(codes, relative_error(matrix, new), error, grams[layer].tokens)
         keep(block, found, tuned)
 
@@ -112,7 +113,7 @@ def quantize_blocks(
 
     hooks: list[Any] = []
     here = windows.to(next(model.parameters()).device)
-    options |= {"device": device, "restore": restore_and_round}
+    options |= {"device": device, "restore": restore_and_round, "teacher": teacher}
     options |= {"follow": None if rounding == "nearest" and tune is None else 1.0}
     options |= {"batch": None if tune is None else tune.batch(windows)}
     try:
@@ -129,7 +130,8 @@ def relative_error(before: Tensor, after: Tensor) -> float:
 
 
 def _round_together(
-    matrices: dict[Layer, Tensor],
+    matrices: Mapping[Layer, Tensor],
+    aims: Mapping[Layer, Tensor],
     scheme: Scheme,
     rounding: Rounding,
     gram: Gram,
@@ -145,20 +147,15 @@ def _round_together(
             (require_finite if rounding == "joint" else require_two_four)(matrix, layer.name)
         names = ", ".join(layer.name for layer in some)
         stacked = torch.cat(list(some.values()))
-        target = None if drift is None else shifted_target(stacked, gram, drift, names)
+        target = stacked
+        if drift is not None:
+            aim = torch.cat([aims.get(layer, matrix) for layer, matrix in some.items()])
+            target = fitted_target(stacked, gram, drift, aim)
         rounded = quantize_matrix(stacked, scheme, rounding, gram, names, dtype, target)
         rows = [len(matrix) for matrix in some.values()]
         parts = zip(some, rounded.codes.split(rows), rounded.scale.split(rows), strict=True)
         found |= {layer: Quantized(codes, scale, scheme) for layer, codes, scale in parts}
     return found
-
-
-@dataclass(frozen=True)
-class Drift:
-    """D, the mean of (x - x′)·x′ᵀ, and G and D of the windows that say how much of a shift carries over."""
-
-    mean: Tensor
-    held_out: tuple[Gram, Tensor] | None = None
 
 
 class _Reached(Exception):
@@ -171,51 +168,13 @@ def inputs_in_order(block: Block, scheme: Scheme) -> Iterator[tuple[list[Layer],
     The caller changes them before it asks for the next. Layers that not every token passes (experts) have
     the statistics that the block came with, and no D: who knows which tokens would have come.
     """
-    original = copy.deepcopy(block.module)
+    original = block.teacher or copy.deepcopy(block.module)
     for stage in _stages(block):
         gram = block.grams[stage[0]]
         for layer in stage:
             del block.grams[layer]
         measured = _measure(block, original, stage[0], scheme)
         yield (stage, *measured) if measured is not None else (stage, gram, None)
-
-
-def shifted_target(weight: Tensor, gram: Gram, drift: Drift, layer: str | None = None) -> Tensor:
-    """W + W·D·G⁻¹, as far as that carries over: makes of the inputs as they are now most nearly what W made
-    of those before.
-
-    >>> gram = Gram(2)
-    >>> gram.add(torch.eye(2))
-    >>> shifted_target(torch.ones(1, 2), gram, Drift(torch.zeros(2, 2)))
-    tensor([[1., 1.]])
-    """
-    weight = weight.float()
-    shift = _shift(weight, gram.mean, drift.mean, layer)
-    if drift.held_out is None:
-        return weight + shift
-    (held_gram, held_drift), here = drift.held_out, weight.device
-    part = held_gram.tokens / gram.tokens
-    rest_gram = (gram.mean - part * held_gram.mean) / (1 - part)
-    rest_drift = (drift.mean - part * held_drift) / (1 - part)
-    trial = _shift(weight, rest_gram, rest_drift, layer)
-    # |W·(x - x′) - a·trial·x′|² over the held-out tokens is least for this a.
-    wanted = ((weight @ held_drift.to(here)) * trial).sum()
-    moved = ((trial @ held_gram.mean.to(here)) * trial).sum()
-    return weight + shift * (wanted / moved).clamp(0, 1) if bool(moved > 0) else weight
-
-
-def _shift(weight: Tensor, gram: Tensor, drift: Tensor, layer: str | None) -> Tensor:
-    root, _ = damped_cholesky(_alive(gram.to(weight.device)), DAMPING, layer)
-    return torch.cholesky_solve((weight @ drift.to(weight.device)).t(), root).t()
-
-
-def _alive(gram: Tensor) -> Tensor:
-    """A Gram matrix whose channels that never fire count as the mean of the others."""
-    gram = gram.clone()
-    diagonal = gram.diagonal()
-    dead = diagonal <= 0
-    diagonal[dead] = diagonal[~dead].mean() if bool((~dead).any()) else 1.0
-    return gram
 
 
 def _stages(block: Block) -> list[list[Layer]]:
@@ -284,8 +243,8 @@ def _input(module: nn.Module, block: Block, layer: Layer, call: Call) -> Tensor 
     return seen[0] if seen else None
 
 
-def _weight(block: Block, layer: Layer) -> nn.Parameter:
-    return _module(block.module, block, layer).get_parameter("weight")
+def _weight(block: Block, layer: Layer, module: nn.Module | None = None) -> nn.Parameter:
+    return _module(module or block.module, block, layer).get_parameter("weight")
 
 
 def _module(module: nn.Module, block: Block, layer: Layer) -> nn.Module:

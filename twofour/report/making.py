@@ -38,7 +38,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
             "seed",
         ),
     ),
-    "quantize": ("scheme", "group", "rounding", "calib", "samples", "seqlen", "seed"),
+    "quantize": ("scheme", "group", "rounding", "teacher", "calib", "samples", "seqlen", "seed"),
     "pack": (),
 }
 SWITCHES = ("checkpointing", "fsdp", "compile", "teacher_offload", "tune", "permute")
