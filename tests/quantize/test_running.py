@@ -14,6 +14,7 @@ from twofour.io.quantize import quantize_
 from twofour.kernels import reference
 from twofour.nn import SparseConv2d
 from twofour.nn.quantized import QuantizedLinear
+from twofour.packed import unpack
 from twofour.pattern import check_pattern
 from twofour.prune import prune_
 from twofour.quantize.schemes import SCHEMES
@@ -64,13 +65,21 @@ def test_the_product(name, dtype, columns, memory):
     assert float((y.double() - wanted).norm() / wanted.norm()) < allowed
 
 
-def test_int8_sums_are_exact():
-    module = layer("int8", 4096, 16, bias=False)
-    codes = torch.randint(-127, 128, (3, 4096), dtype=torch.int8)
+@pytest.mark.parametrize("columns", [2048, 2052, 4096, 6000])
+def test_int8_sums_are_exact(columns):
+    module = layer("int8", columns, 16, bias=False)
+    with torch.no_grad():
+        module.weight_values[:2] = torch.tensor(
+            [[127], [-127]], dtype=torch.int8
+        )  # the largest sums there are
+    codes = torch.randint(-127, 128, (5, columns), dtype=torch.int8)
     codes[:, 0] = 127  # so the scale of each token is 1
-    weight = module.packed.unpack(torch.float32) / module.weight_scale.float()
-    sums = codes.double() @ weight.double().t()
+    codes[3:] = torch.tensor([[127], [-127]], dtype=torch.int8)
+    codes[4, 0], codes[4, columns // 2] = 126, 125  # an odd one more
+    weight = unpack(module.weight_values, module.weight_meta, columns).double()
+    sums = codes.double() @ weight.t()
     wanted = sums.float() * module.weight_scale.float().t()
+    assert float(sums.abs().max()) > 0.99 * 127 * 127 * columns / 2
     assert torch.equal(module(codes.float()), wanted)
 
 

@@ -26,6 +26,10 @@ from twofour.quantize.activations import round_tokens
 #: Weights that are floating point at the same time.
 STRIP = 1 << 22
 
+#: Columns of int8 codes whose products add up exactly in float32: at most half of them are kept, and 1024
+#: times 127·128 is less than 2²⁴.
+EXACT = 2048
+
 
 def linear(
     x: Tensor,
@@ -53,7 +57,8 @@ def quantized_linear(
     codes, token_scale = round_tokens(x.reshape(-1, columns), values.dtype)
     parts = []
     for rows in _strips(len(values), columns):
-        sums = _product_of_codes(codes, unpack(values[rows], meta[rows], columns))
+        weight = unpack(values[rows], meta[rows], columns, dtype=torch.float32)
+        sums = (_sums_of_int8 if values.dtype == torch.int8 else _sums)(codes, weight)
         parts.append(sums.mul_(token_scale).mul_(scale[rows].float().t()))
     y = torch.cat(parts, dim=-1)
     if bias is not None:
@@ -61,14 +66,23 @@ def quantized_linear(
     return y.to(x.dtype).reshape(*x.shape[:-1], len(values))
 
 
-def _product_of_codes(codes: Tensor, weight: Tensor) -> Tensor:
-    """codes·weightᵀ in float32."""
-    if codes.dtype != torch.int8:
-        return codes.float() @ weight.float().t()
-    if codes.device.type == "cpu":
-        return torch._int_mm(codes, weight.t()).float()
-    # A GPU's integer product asks for certain shapes; float64 has none and is exact as well.
-    return (codes.double() @ weight.double().t()).float()
+def _sums(codes: Tensor, weight: Tensor) -> Tensor:
+    """codes·weightᵀ, both codes, in float32."""
+    return codes.float() @ weight.t()
+
+
+def _sums_of_int8(codes: Tensor, weight: Tensor) -> Tensor:
+    """The same without an error but that of the last rounding, to float32.
+
+    The integer product of torch is up to thirty times slower than float32 on a CPU without instructions for
+    it, asks for certain shapes on a GPU, and a GPU's float32 product may be one of fewer bits.
+    """
+    if codes.device.type != "cpu":
+        return (codes.double() @ weight.double().t()).float()
+    if codes.shape[1] <= EXACT:
+        return _sums(codes, weight)
+    pieces = zip(codes.split(EXACT, 1), weight.split(EXACT, 1), strict=True)
+    return sum((_sums(*piece).double() for piece in pieces), torch.zeros((), dtype=torch.float64)).float()
 
 
 def _strips(rows: int, columns: int) -> list[slice]:
