@@ -110,7 +110,7 @@ VIEWS = {
 @given(
     dtype=st.sampled_from(DTYPES),
     shape=st.tuples(st.integers(0, 4), st.integers(1, 19)),
-    lead=st.sampled_from([(), (2,), (2, 1)]),
+    lead=st.sampled_from([(), (2,), (2, 1), (2, 1, 2)]),
     view=st.sampled_from(list(VIEWS)),
     seed=st.integers(0, 999),
 )

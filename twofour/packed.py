@@ -225,7 +225,8 @@ def unpack(
     """
     if values.dtype == FOUR_BIT:
         values = from_nibbles(values)
-    meta = as_rows(meta)
+    if values.dim() == 2:  # with leading dimensions, positions of five are row by row as well
+        meta = as_rows(meta)
     *lead, rows, kept = values.shape
     groups = kept // 2
     v0, v1 = values.view(BITS[values.dtype]).reshape(*lead, rows, groups, 2).unbind(-1)
@@ -283,7 +284,8 @@ def validate(
     values: Tensor, meta: Tensor, columns: int, scale: Tensor | None = None, layer: str | None = None
 ) -> None:
     """Refuse a packed matrix that is damaged: shapes that disagree, positions that no packer writes."""
-    meta = as_rows(meta)
+    if values.dim() == 2:
+        meta = as_rows(meta)
     rows = values.shape[-2] if values.dim() >= 2 else -1
     want_values, want_meta = packed_shapes(rows, columns, values.dtype)
     for what, tensor, want in (("values", values, want_values), ("meta", meta, want_meta)):

@@ -204,6 +204,14 @@ def test_contenders_take_turns_and_the_middle_turn_counts():
     assert results["b"] == {"p20": 2.0, "p50": 2.0, "p80": 4.0}
 
 
+def test_a_cell_where_nobody_can_run_is_told():
+    def broken():
+        raise ValueError("out of memory")
+
+    results = timing.in_turns({"a": broken, "b": broken}, repeats=20, rounds=5)
+    assert [str(error) for error in results.values()] == ["out of memory"] * 2
+
+
 def test_a_slow_call_gets_fewer_repeats():
     called = []
     assert len(timing.cpu_timer(lambda: called.append(0), seconds=0.0)(10)) == 1

@@ -185,7 +185,10 @@ def test_cusparselts_kernel_is_launched_without_it():
         plan._call(pointers, torch.cuda.current_stream().cuda_stream)
         assert torch.equal(y, other)
         assert_as_good_as_dense(y, x, w)
-    assert isinstance(plan._start, relaunch.Relaunch)
+        beside = x.new_empty(x.numel() + 8)[8:].view_as(x).copy_(x)  # at a multiple of 16 bytes only
+        plan.run(beside, compressed, y)
+        assert torch.equal(y, other)
+    assert isinstance(plan._learnt[0], relaunch.Relaunch)
 
 
 @pytest.mark.parametrize("memory", ["small", "auto", "fast"])

@@ -167,9 +167,16 @@ def test_a_launch_that_was_learnt_does_without_the_library(library, monkeypatch)
         needs = frozenset({0, 1, 2})
         __call__ = staticmethod(lambda addresses, stream: launched.append((addresses, stream)))
 
-    monkeypatch.setattr(relaunch, "learn", lambda call, addresses: asked.append(addresses) or Launch())
+    def learn(call, addresses, wanted):
+        assert list(wanted) == [0, 1, 2]
+        asked.append(addresses)
+        return Launch()
+
+    monkeypatch.setattr(relaunch, "learn", learn)
     plan = plan_for(*SHAPE, Algorithm())
-    x, w, y = torch.zeros(8, 32), torch.zeros(9), torch.zeros(8, 64)
+    memory = torch.zeros(4096)
+    start = -memory.data_ptr() % 256 // 4
+    x, w, y = (memory[start + 512 * i :][:512].view(8, 64) for i in range(3))
     library.capturing = True  # not the time to learn
     plan.run(x, w, y)
     assert len(library.of("Matmul")) == 1
@@ -179,6 +186,11 @@ def test_a_launch_that_was_learnt_does_without_the_library(library, monkeypatch)
     assert len(asked) == len(library.of("Matmul")) == 1
     assert launched == [((w.data_ptr(), x.data_ptr(), y.data_ptr(), 0), 7)] * 3
     assert not cusparselt._workspaces, "its kernel is not given one"
+    beside = memory[start + 4 :][:512].view(8, 64)  # aligned to 16 bytes, which was not learnt
+    plan.run(beside, w, y)
+    assert library.of("Matmul")[-1][4] == beside.data_ptr()
+    assert library.of("Matmul")[-1][8] == cusparselt._workspaces[0, 7][0].data_ptr()
+    assert (len(asked), len(launched)) == (1, 3)
 
 
 def test_dropped_plans_are_destroyed_late(library, monkeypatch):

@@ -3,15 +3,15 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from twofour.bench import tune as tuner
-from twofour.errors import InputError
-from twofour.kernels import cusparselt, dispatch, hopper, hopper_source, reference, tuning
+from twofour.errors import InputError, TwoFourError
+from twofour.kernels import ampere, cusparselt, dispatch, hopper, hopper_source, reference, tuning
 from twofour.kernels.dispatch import Choice, Product, bucket_of, choose
 from twofour.packed import pack
 from twofour.pattern import keep_best
@@ -121,6 +121,43 @@ def test_odd_numbers_of_tokens_get_no_plan(monkeypatch):
     with dispatch.force("cusparselt"):
         dispatch.runner(many)(torch.empty(8184, 1), empty, empty, None, empty)
     assert planned[-1] == 8184
+
+
+def test_a_plan_that_the_library_refuses_is_our_kernels_work(monkeypatch):
+    def refuse(*_):
+        raise TwoFourError("cusparseLtMatmulPlanInit failed.")
+
+    many, launched, empty = replace(PRODUCT, bucket=8192), [], torch.empty(0)
+    monkeypatch.setattr(cusparselt, "plan_for", refuse)
+    launches = SimpleNamespace(run=lambda x, *_: launched.append(x.shape[0]))
+    monkeypatch.setattr(dispatch, "_launches", lambda product, choice: launches)
+    run = dispatch.runner(many)
+    with pytest.warns(UserWarning, match="MatmulPlanInit"):
+        run(torch.empty(8192, 1), empty, empty, None, empty)
+    run(torch.empty(4160, 1), empty, empty, None, empty)
+    assert launched == [8192, 4160]
+    with dispatch.force("cusparselt"), pytest.raises(TwoFourError, match="MatmulPlanInit"):
+        dispatch.runner(many)(torch.empty(8192, 1), empty, empty, None, empty)
+
+
+def test_without_cusparselt_our_kernels_are_chosen_all_the_same(monkeypatch):
+    def missing():
+        raise TwoFourError("cuSPARSELt was not found.")
+
+    monkeypatch.setattr(cusparselt, "version", missing)
+    monkeypatch.setattr(cusparselt, "why_not", lambda *_: "cuSPARSELt was not found")
+    assert choose(PRODUCT).backend == choose(replace(PRODUCT, bucket=8192)).backend == "hopper"
+    assert "cslt-none" in tuning.own_path(0).name
+
+
+def test_positions_that_were_just_put_into_rows_are_not_asked_for_early(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(ampere, "Launches", lambda *given: asked.update({given[-1]: given}))
+    for fresh, ordered in ((False, False), (True, False), (False, True)):
+        product = replace(PRODUCT, fresh=fresh, ordered=ordered)
+        dispatch.runner(product, Choice("ampere", asdict(ampere.guess(4096, 4096, 16, 132))))
+        assert list(asked) == [not (fresh or ordered)]
+        asked.clear()
 
 
 def test_override(monkeypatch):
@@ -245,3 +282,6 @@ def test_inputs_of_any_shape_and_layout_reach_the_kernel_as_it_wants_them(on_the
             got = dispatch.gated_linear(*arguments, activation)
             wanted = reference.ACTIVATIONS[activation](wanted[..., :12]) * wanted[..., 12:]
         torch.testing.assert_close(got, wanted)
+    for x in (torch.randn(4, 16), torch.randn(2, 2, 16), torch.randn(64)):  # some could be seen as 32 wide
+        with pytest.raises(InputError, match="has 32 columns"):
+            dispatch.linear(x, packed.values, packed.meta, None, bias, 32)

@@ -219,6 +219,8 @@ def test_inputs_of_any_shape_and_layout_reach_the_kernel_as_it_wants_them(on_the
             # Rounding a token to 8 bits is off by that much.
             allowed = {"int8": 0.03, "fp8": 0.1}[name] if scheme.rounds_activations else 1e-5
             assert float((got - wanted).norm() / wanted.norm()) < allowed
+    with pytest.raises(InputError, match="has 32 columns"):
+        dispatch_codes.linear(wide[..., :16], *arguments, scheme.rounds_activations, activation)
 
 
 # ------------------------------------------------------------------------------------------------------------

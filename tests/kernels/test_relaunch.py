@@ -33,6 +33,23 @@ class Driver:
 
     def __init__(self):
         self.streams, self.captured, self.launched, self.kept = 0, [], [], []
+        self.context, self.graphs = 5, 0
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = self.context
+        return 0
+
+    def cuDeviceGet(self, device, ordinal):
+        device._obj.value = ordinal + 100
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        context._obj.value = device.value
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.context = context.value
+        return 0
 
     def cuStreamCreate(self, stream, flags):
         self.streams += 1
@@ -49,6 +66,7 @@ class Driver:
 
     def cuStreamEndCapture(self, stream, graph):
         graph._obj.value = 1
+        self.graphs += 1
         return 0
 
     def cuGraphGetNodes(self, graph, nodes, count):
@@ -59,6 +77,7 @@ class Driver:
 
     def cuGraphDestroy(self, graph):
         self.kept.clear()
+        self.graphs -= 1
 
     def cuGraphNodeGetType(self, node, kind):
         kind._obj.value = self.captured[node.value - 1].kind
@@ -110,17 +129,19 @@ class Driver:
 def driver(monkeypatch):
     fake = Driver()
     monkeypatch.setattr(relaunch, "driver", lambda: fake)
+    monkeypatch.setattr(nvrtc, "driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     return fake
 
 
-def learnt(driver, launches):
+def learnt(driver, launches, addresses=(W, X, Y, SCRATCH), wanted=(1,)):
     return relaunch.learn(
-        lambda addresses, stream: driver.captured.extend(launches(addresses)), (W, X, Y, SCRATCH)
+        lambda addresses, stream: driver.captured.extend(launches(addresses)), addresses, wanted
     )
 
 
 def test_the_kernel_gets_what_the_library_would_give_it(driver):
-    launch = learnt(driver, product)
+    launch = learnt(driver, product, wanted=(0, 1, 2))
     assert launch.needs == {0, 1, 2}, "the workspace is in none of the arguments"
     assert driver.streams == 0
     assert not driver.launched, "to capture runs nothing"
@@ -132,17 +153,20 @@ def test_the_kernel_gets_what_the_library_would_give_it(driver):
 
 
 def test_a_thread_that_has_not_used_cuda_yet(driver, monkeypatch):
-    launch, attached = learnt(driver, product), []
+    driver.context = None
+    launch = learnt(driver, product)
+    assert driver.context == 103, "to learn it takes one, too: that of torch's current device"
+    driver.context = None
     launch_kernel = driver.cuLaunchKernelEx
-    launch._run = lambda *given: launch_kernel(*given) if attached else 201
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: attached.append(True))
+    launch._run = lambda *given: launch_kernel(*given) if driver.context else 201
     launch((W, X, Y, 0), 9)
-    assert len(driver.launched) == len(attached) == 1
+    assert len(driver.launched) == 1
+    driver.context = 5
     launch._run = lambda *given: 700
-    monkeypatch.setattr(nvrtc, "driver", lambda: SimpleNamespace(cuGetErrorString=lambda status, words: 0))
+    driver.cuGetErrorString = lambda status, words: 0
     with pytest.raises(TwoFourError, match=r"cuLaunchKernelEx failed.*700"):
         launch((W, X, Y, 0), 9)
-    assert len(attached) == 1
+    assert driver.context == 5
 
 
 @pytest.mark.parametrize(
@@ -157,19 +181,32 @@ def test_a_thread_that_has_not_used_cuda_yet(driver, monkeypatch):
         lambda a: [kernel([word(a[1])], cluster=(1 + (a[1] > X + 2000), 1, 1))],
         lambda a: [kernel([word(a[1] if a[1] < X + 2000 else 7)])],  # told by the third call alone
         lambda a: [kernel([word(a[1])] * (1 + (a[1] > X)))],
+        lambda a: [kernel([])],
+        lambda a: [kernel([word(a[0]), word(a[2])])],  # it has x from somewhere else
+        lambda a: [kernel([word(a[1] % 2**32), word(a[1] >> 32)])],  # in halves
     ],
 )
 def test_what_is_not_one_kernel_of_addresses_is_left_to_the_library(driver, launches):
     assert learnt(driver, launches) is None
-    assert driver.streams == 0
+    assert driver.streams == driver.graphs == 0
+
+
+def test_addresses_that_are_less_aligned_are_not_learnt_from(driver):
+    assert learnt(driver, product, (W, X + 16, Y, SCRATCH)) is None
+
+
+def test_arguments_that_cannot_be_read(driver, monkeypatch):
+    monkeypatch.setattr(Driver, "cuFuncGetParamInfo", lambda *_: 999)
+    driver.cuGetErrorString = lambda status, words: 0
+    assert learnt(driver, product) is None
 
 
 def test_a_call_that_fails_leaves_no_capture_open(driver):
     def fails(addresses, stream):
         raise TwoFourError("no")
 
-    assert relaunch.learn(fails, (W, X, Y, SCRATCH)) is None
-    assert driver.streams == 0
+    assert relaunch.learn(fails, (W, X, Y, SCRATCH), (1,)) is None
+    assert driver.streams == driver.graphs == 0
 
 
 def test_an_old_driver(driver, monkeypatch):

@@ -391,6 +391,36 @@ def test_cusparselts_form_is_shared_where_it_says_the_same(empty, memory, monkey
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again.unpacked(), dense.weight)
 
+    file = io.BytesIO()
+    torch.save(layer, file)
+    assert len(file.getvalue()) < 1.2 * sum(x.nbytes for x in layer.state_dict().values()) + 10_000
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    for twin in (saved, copy.deepcopy(layer)):  # without what is one GPU's own, and in memory of their own
+        assert twin.compressed_weight is None
+        assert twin.weight_meta.dim() == 2
+        twin.weight_values.data.zero_()
+        assert torch.equal(layer.unpacked(), dense.weight)
+    if layer.compressed_weight is not None:
+        assert layer._compressed is layer.compressed_weight
+        layer.weight_values = nn.Parameter(torch.zeros_like(layer.weight_values), requires_grad=False)
+        assert layer._compressed is None, "it still has the old values"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_replica_as_data_parallel_makes_it(bias):
+    """It has tensors where a module has parameters."""
+    dense = linear(bias=bias)
+    layer = SparseLinear.from_dense(dense, memory="small")
+    replica = layer._replicate_for_data_parallel()
+    for name, tensor in layer.named_parameters():
+        setattr(replica, name, tensor.detach().clone())
+        assert name not in replica._parameters
+    for name in [name for name, tensor in layer._parameters.items() if tensor is None]:
+        replica._parameters[name] = None
+    x = torch.randn(3, 20)
+    assert torch.equal(replica(x), layer(x))
+
 
 def test_positions_may_lie_in_cusparselts_order():
     """On Hopper they do, and nothing but memory shows it."""

@@ -94,7 +94,7 @@ def in_turns(
             results[name] = error
     turns: dict[str, list[list[float]]] = {name: [] for name in ready}
     names, orders = list(ready), balanced_orders(len(ready))
-    for number in range(rounds):
+    for number in range(rounds if ready else 0):
         for name in (names[i] for i in orders[number % len(orders)]):
             if name not in ready:
                 continue

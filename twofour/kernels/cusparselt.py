@@ -239,8 +239,10 @@ class Plan:
             byref(ctypes.c_float(1)),
             byref(ctypes.c_float(0)),
         )
-        self._start: relaunch.Call | None = None  # how it is run, found out at the first run
-        self._uses_workspace = self.workspace_bytes > 0
+        # How it is run, None for through the library, and whether with a workspace. What can be learnt of
+        # that is found out at the first run.
+        self._by_library: tuple[relaunch.Call | None, bool] = (None, self.workspace_bytes > 0)
+        self._learnt: tuple[relaunch.Call | None, bool] | None = None
         self._workspaces: dict[int, int] = {}
         # What `run` needs of torch, so that it looks up one attribute.
         self._fixed = (
@@ -260,16 +262,17 @@ class Plan:
                 return self.run(x, compressed, out)
         stream = raw_stream(index)
         w, b, y, workspace = compressed.data_ptr(), x.data_ptr(), out.data_ptr(), 0
-        start = self._start
-        if start is None:
-            start = self._call if capturing() else self._learn((w, b, y, y))
-        if self._uses_workspace:
+        how = self._learnt
+        if (w | b | y) % relaunch.ALIGNED or (how is None and capturing()):
+            how = self._by_library
+        start, uses_workspace = how or self._learn((w, b, y, y))
+        if uses_workspace:
             if capturing():  # a graph may be replayed in any stream: it gets one from its own memory
                 own = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=out.device)
                 workspace = own.data_ptr()
             else:
                 workspace = self._workspaces.get(stream) or self._bind(stream)
-        start((w, b, y, workspace), stream)
+        (start or self._call)((w, b, y, workspace), stream)
         return None
 
     def _call(self, addresses: Sequence[int], stream: int) -> None:
@@ -280,13 +283,11 @@ class Plan:
         if status := matmul(handle, plan, one, w, x, zero, y, y, workspace or None, streams, 1):
             raise failure(self.library, "Matmul", status)
 
-    def _learn(self, addresses: Sequence[int]) -> relaunch.Call:
+    def _learn(self, addresses: Sequence[int]) -> tuple[relaunch.Call | None, bool]:
         """How to run it from now on: without the library, which is twice as quick, if that can be learnt."""
-        launch = relaunch.learn(self._call, addresses)
-        if launch is not None:
-            self._uses_workspace = _WORKSPACE in launch.needs
-        self._start = launch or self._call
-        return self._start
+        launch = relaunch.learn(self._call, addresses, wanted=range(_WORKSPACE))
+        self._learnt = (launch, _WORKSPACE in launch.needs) if launch else self._by_library
+        return self._learnt
 
     def _bind(self, stream: int) -> int:
         """The workspace of a stream that this plan has not run on yet."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twofour.errors import InputError
+from twofour.errors import InputError, TwoFourError
 from twofour.kernels import ampere, cusparselt, hopper, hopper_launch, reference, tuning
 from twofour.ops import library
 from twofour.packed import as_rows, is_ordered
@@ -137,6 +138,8 @@ def _multiply(
     if x.dtype != values.dtype:
         y = reference.linear(x, values, meta, scale, bias, columns)
         return y if activation is None else reference.gate(y, activation)
+    if x.shape[-1] != columns:
+        raise wrong_width(x, columns)
     flat = x if x.dim() == 2 else x.reshape(-1, columns)
     if not flat.is_contiguous() or flat.data_ptr() % 16:  # the copy engine and cuSPARSELt ask for both
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -151,6 +154,11 @@ def _multiply(
         run = runs[key] = runner(Product(*key))
     y = run(flat, values, meta, bias, compressed)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+
+
+def wrong_width(x: Tensor, columns: int) -> InputError:
+    """A kernel would read beyond x, or take two tokens for one."""
+    return InputError(f"the input is {list(x.shape)}, and the weight has {columns} columns.")
 
 
 def bucket_of(tokens: int) -> int:
@@ -306,7 +314,8 @@ def runner(product: Product, choice: Choice | None = None) -> Run:
             return _cusparselt_or_own(product, choice)
     if choice.backend in ("hopper", "ampere"):
         launches = _launches(product, choice)
-        reordered = choice.backend == "ampere" and product.ordered  # a comparison, so it may take its time
+        # In a comparison on Hopper, or in a program exported there and run elsewhere.
+        reordered = choice.backend == "ampere" and product.ordered
 
         def run(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, _: Tensor | None) -> Tensor:
             out = x.new_empty((x.shape[0], product.n))
@@ -327,7 +336,9 @@ def _launches(product: Product, choice: Choice) -> hopper_launch.Launches | ampe
         return hopper_launch.Launches(
             *shape, config, product.device, gated, early=early, ordered=product.ordered
         )
-    return ampere.Launches(*shape, ampere.Config(**choice.config), product.device, not product.fresh)
+    # Positions in cuSPARSELt's order are put into rows just before, so then they are fresh as well.
+    early = not (product.fresh or product.ordered)
+    return ampere.Launches(*shape, ampere.Config(**choice.config), product.device, early)
 
 
 def _in_two_steps(product: Product) -> Run:
@@ -363,15 +374,20 @@ def _cusparselt(product: Product, algorithm: cusparselt.Algorithm) -> Run:
 
 
 def _cusparselt_or_own(product: Product, choice: Choice) -> Run:
-    """Our kernel for the numbers of tokens that get no plan (`_PLANNED`). It is loaded when one comes."""
-    planned, own = runner(product, choice), None
+    """Our kernel for the numbers of tokens that get no plan (`_PLANNED`), and for all if the library refuses
+    one. It is loaded when one comes."""
+    planned, own, refused = runner(product, choice), None, False
 
     def run(
         x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, compressed: Tensor | None
     ) -> Tensor:
-        nonlocal own
-        if x.shape[0] % _PLANNED == 0:
-            return planned(x, values, meta, bias, compressed)
+        nonlocal own, refused
+        if x.shape[0] % _PLANNED == 0 and not refused:
+            try:
+                return planned(x, values, meta, bias, compressed)
+            except TwoFourError as error:
+                refused = True
+                warnings.warn(f"{product.key} goes by our own kernel from now on: {error}", stacklevel=2)
         if own is None:
             known = [c for c in _known(product) if c.backend == "hopper"]
             own = runner(product, known[0] if known else _rule_of_thumb(product, "hopper"))

@@ -114,6 +114,8 @@ def linear(
     if torch._C._cuda_getDevice() != device:  # launches go to the current one
         with torch.cuda.device(device):
             return linear(x, values, meta, scale, bias, columns, rounds, activation)
+    if x.shape[-1] != columns:
+        raise dispatch.wrong_width(x, columns)
     flat = x if x.dim() == 2 else x.reshape(-1, columns)
     if not flat.is_contiguous() or flat.data_ptr() % 16:
         flat = flat.clone(memory_format=torch.contiguous_format)

@@ -204,13 +204,13 @@ def _x_describer(at: int, dtype: torch.dtype, k: int, box_tokens: int) -> Any:
         nonlocal last
         if last == (address, tokens):
             return
-        last = (address, tokens)
         sizes[1] = tokens
         address_of_x.value = address
         given = (target, element, 2, address_of_x, sizes, pitch, box, ones, 0, swizzle, 2, 0)
         status = encode(*given)
         if status:
             nvrtc.try_again(status, "cuTensorMapEncodeTiled", encode, *given)
+        last = (address, tokens)
 
     return describe_x
 

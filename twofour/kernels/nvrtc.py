@@ -81,14 +81,26 @@ def check(status: int, call: str) -> None:
 
 
 def try_again(status: int, name: str, call: Callable[..., int], *arguments: Any) -> None:
-    """After a call of the driver that did not succeed: once more, if the thread had not used CUDA yet.
-
-    The runtime gives such a thread its device's context by itself, the driver does not.
-    """
+    """After a call of the driver that did not succeed: once more, if the thread had not used CUDA yet."""
     if status == _NO_CONTEXT:
-        torch.cuda.synchronize()
+        require_context()
         status = call(*arguments)
     check(status, name)
+
+
+def require_context() -> None:
+    """Give a thread that has not used CUDA yet the context of torch's current device.
+
+    The runtime does so by itself, the driver does not.
+    """
+    context, device = ctypes.c_void_p(), ctypes.c_int()
+    check(driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if context.value:
+        return
+    check(driver().cuDeviceGet(ctypes.byref(device), torch.cuda.current_device()), "cuDeviceGet")
+    # Retained once for each such thread, and never released: the process has it until it ends.
+    check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    check(driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
 def compile_source(source: str, architecture: str) -> bytes:
@@ -153,7 +165,8 @@ def load(source: str, architecture: str, name: str, shared_bytes: int, device_in
     """The function of a source on a device, with its shared memory allowed."""
     cubin = compile_source(source, architecture)
     with torch.cuda.device(device_index):
-        torch.cuda.current_stream()  # makes sure that the context is there
+        torch.cuda.current_stream()  # makes sure that torch has set the device up
+        require_context()
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         check(driver().cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
         check(
@@ -195,6 +208,7 @@ def resident_clusters(
 ) -> int:
     """How many clusters of a kernel the GPU runs at once. Not all of it: they do not cross its parts."""
     with torch.cuda.device(device_index):
+        require_context()
         size = LaunchAttribute(id=_CLUSTER_DIMENSION)
         size.value[:3] = cluster, 1, 1
         config = LaunchConfig((cluster, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(size), 1)

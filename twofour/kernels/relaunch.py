@@ -4,20 +4,21 @@ A library may take ten microseconds of host time in every call to work out what 
 `learn` captures such a call in CUDA graphs, which runs nothing, with different addresses, and reads from the
 graphs what the kernel is given: where that differs, there the addresses are. The `Relaunch` that it returns
 puts new ones in their places. There is one only if it foretells to the byte what the library gives its kernel
-with addresses that it has not seen; else the library has to be called.
+with other addresses; else the library has to be called. All of these are multiples of `ALIGNED`: what a
+library does with others is not learnt.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from ctypes import byref, c_size_t, c_uint, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
 from twofour.errors import TwoFourError
-from twofour.kernels.nvrtc import LaunchAttribute, LaunchConfig, check, driver, try_again
+from twofour.kernels.nvrtc import LaunchAttribute, LaunchConfig, check, driver, require_context, try_again
 
 #: A call of the library with these addresses in this stream.
 Call = Callable[[Sequence[int], int], None]
@@ -26,10 +27,14 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may go on as they 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 _COOPERATIVE, _CLUSTER, _CLUSTER_PLACES = 2, 4, 5  # CU_LAUNCH_ATTRIBUTE_…
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: there are no more parameters
 _ALIGNMENT = 128  # of each argument in our memory; a tensor map asks for 64
 
-#: How far the first address, the second and so on are moved: multiples of 256 bytes, so that they stay as
-#: aligned as they were, and all different in both rows, so that it shows which one it was.
+#: What the addresses that a launch is learnt with, and may be used with, are multiples of.
+ALIGNED = 256
+
+#: How far the first address, the second and so on are moved: all different in both rows, so that it shows
+#: which one it was.
 _STEPS = ((256 * 3, 256 * 5, 256 * 7, 256 * 11), (256 * 13, 256 * 17, 256 * 19, 256 * 23))
 
 
@@ -93,19 +98,27 @@ class Relaunch:
                 try_again(status, "cuLaunchKernelEx", self._run, *given)
 
 
-def learn(call: Call, addresses: Sequence[int]) -> Relaunch | None:
-    """The launch behind a call, None if that is not one kernel which only the addresses tell from others."""
+def learn(call: Call, addresses: Sequence[int], wanted: Collection[int]) -> Relaunch | None:
+    """The launch behind a call, None if that is not one kernel which only the addresses tell from others.
+
+    The addresses in the places `wanted` must be among its arguments: else it has them from somewhere else.
+    """
+    if any(address % ALIGNED for address in addresses):
+        return None
     moved = [[a + step for a, step in zip(addresses, steps, strict=False)] for steps in _STEPS]
     try:
         if not hasattr(driver(), "cuFuncGetParamInfo"):
             return None  # a driver from before CUDA 12.4
+        require_context()
         first, second, third = (_captured(call, given) for given in (addresses, *moved))
     except TwoFourError:
         return None
     if first is None or second is None or third is None:
         return None
     places = _places(_joined(first.arguments), _joined(second.arguments), addresses)
-    if places is None or not _same_launch(first, second) or not _same_launch(first, third):
+    if places is None or not {which for _, which, _ in places}.issuperset(wanted):
+        return None
+    if not _same_launch(first, second) or not _same_launch(first, third):
         return None
     words = bytearray(_joined(first.arguments))
     for word, which, offset in places:
@@ -126,7 +139,10 @@ def _places(first: bytes, second: bytes, addresses: Sequence[int]) -> list[tuple
         which = [i for i in range(len(addresses)) if _STEPS[0][i] == after - before]
         if not which:
             return None
-        found.append((word, which[0], before - addresses[which[0]]))
+        offset = before - addresses[which[0]]
+        if abs(offset) >= 1 << 31:
+            return None  # the lower half of an address, beside something else
+        found.append((word, which[0], offset))
     return found
 
 
@@ -143,9 +159,11 @@ def _captured(call: Call, addresses: Sequence[int]) -> _Node | None:
         check(cuda.cuStreamBeginCapture_v2(stream, _RELAXED), "cuStreamBeginCapture")
         try:
             call(addresses, stream.value or 0)
-        finally:
-            status = cuda.cuStreamEndCapture(stream, byref(graph))
-        check(status, "cuStreamEndCapture")
+        except TwoFourError:
+            if cuda.cuStreamEndCapture(stream, byref(graph)) == 0:
+                cuda.cuGraphDestroy(graph)
+            raise
+        check(cuda.cuStreamEndCapture(stream, byref(graph)), "cuStreamEndCapture")
     finally:
         cuda.cuStreamDestroy_v2(stream)
     try:
@@ -171,8 +189,14 @@ def _read(cuda: Any, node: c_void_p) -> _Node | None:
         return None
     arguments: list[bytes] = []
     offset, size = c_size_t(), c_size_t()
-    while cuda.cuFuncGetParamInfo(function, c_size_t(len(arguments)), byref(offset), byref(size)) == 0:
-        arguments.append(ctypes.string_at(found.arguments[len(arguments)], size.value))
+    while True:
+        index = len(arguments)
+        status = cuda.cuFuncGetParamInfo(function, c_size_t(index), byref(offset), byref(size))
+        if status:
+            break
+        arguments.append(ctypes.string_at(found.arguments[index], size.value))
+    if status != _INVALID_VALUE:
+        check(status, "cuFuncGetParamInfo")
     attributes = []
     for number in (_COOPERATIVE, _CLUSTER, _CLUSTER_PLACES):
         value = (ctypes.c_int * 16)()

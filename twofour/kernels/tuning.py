@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from twofour.errors import TwoFourError
 from twofour.kernels import cusparselt
 from twofour.kernels.nvrtc import cache_directory
 from twofour.version import __version__
@@ -54,7 +55,11 @@ def _gpu(device: int) -> str:
 @cache
 def _versions() -> str:
     """What a measurement depends on besides the GPU."""
-    parts = [f"twofour{__version__}", f"torch{torch.__version__}", f"cslt{cusparselt.version()}", _driver()]
+    try:
+        library = str(cusparselt.version())
+    except TwoFourError:  # not there: our own kernels need nothing of it
+        library = "-none"
+    parts = [f"twofour{__version__}", f"torch{torch.__version__}", f"cslt{library}", _driver()]
     return re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(parts))
 
 

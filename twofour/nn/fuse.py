@@ -199,7 +199,10 @@ class SharedInput(FusedLinear):
         return kept[1][number]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}  # outputs of a call that is not finished are no part of it
+        return {
+            **super().__getstate__(),
+            "_kept": None,
+        }  # outputs of a call that is not finished are no part of it
 
 
 class Part(nn.Module):

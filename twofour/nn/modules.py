@@ -189,9 +189,9 @@ class PackedModule(nn.Module):
     @property
     def _own(self) -> Tensor:
         """The tensor whose dtype is the layer's: its values, or the scales of its codes."""
-        held: dict[str, Any] = self._parameters  # quicker than by attribute
-        own: Tensor = held["weight_values" if self.weight_scale is None else "weight_scale"]
-        return own
+        name = "weight_values" if self.weight_scale is None else "weight_scale"
+        own: Tensor | None = self._parameters.get(name)  # quicker than by attribute
+        return getattr(self, name) if own is None else own  # as a replica of nn.DataParallel has it
 
     @contextmanager
     def _codes_as_integers(self) -> Iterator[None]:
@@ -204,6 +204,24 @@ class PackedModule(nn.Module):
             yield
         finally:
             self.weight_values.data = self.weight_values.data.view(self.scheme.stored)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy. cuSPARSELt's form is one GPU's own, and others live in its memory: the
+        copy gets what is stored, and makes its own."""
+        state = self.__dict__.copy()
+        if self.compressed_weight is not None:
+            state["_buffers"] = {**self._buffers, "compressed_weight": None}
+            state["_parameters"] = {
+                **self._parameters,
+                "weight_values": _frozen(self.weight_values.detach().clone()),
+                "weight_meta": _frozen(as_rows(self.weight_meta.detach())),
+            }
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.weight_values.is_cuda:
+            self.settle()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._drop_derived()  # files have the positions row by row
@@ -308,13 +326,21 @@ class SparseLinear(PackedModule):
     def _operands(self, x: Tensor) -> tuple[Tensor, Any, Any, Any, Tensor | None, int]:
         """What the operators take first. Looked up where it lies: by attribute each takes a microsecond of
         the twenty that a call takes."""
-        held = self._parameters
+        held: dict[str, Any] = self._parameters
+        if "weight_values" not in held:
+            held = vars(self)  # a replica of nn.DataParallel has them there
         return (x, held["weight_values"], held["weight_meta"], self.weight_scale, self.bias, self.in_features)
 
     @property
     def _compressed(self) -> Tensor | None:
-        # cuSPARSELt's form is this GPU's own, and an exported program may run on another.
-        return None if torch.compiler.is_exporting() else self._buffers["compressed_weight"]
+        compressed = self._buffers["compressed_weight"]
+        if compressed is None or torch.compiler.is_exporting():
+            return None  # it is this GPU's own, and an exported program may run on another
+        if torch.compiler.is_compiling():
+            return compressed
+        # Somebody may have put other values in the place of those that live in it.
+        values = self._parameters.get("weight_values")
+        return compressed if values is not None and values.data_ptr() == compressed.data_ptr() else None
 
     def uses_dense(self, x: Tensor) -> bool:
         """Whether x is multiplied with the dense weight: there is one, and on a GPU it is the fastest."""
