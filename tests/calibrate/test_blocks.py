@@ -190,6 +190,18 @@ def test_a_teacher_is_followed_from_its_embeddings_on(model):
     x = model.model.layers[1].input_layernorm(own[1]).flatten(0, 1)  # the statistics are the model's own
     query = next(gram for layer, gram in statistics.items() if layer.name.endswith("1.self_attn.q_proj"))
     torch.testing.assert_close(query.mean, x.t() @ x / len(x), rtol=1e-3, atol=1e-5)
+    whole = found[1][1]
+    calls = {}
+
+    def look_at_calls(block):
+        look(block)
+        with torch.no_grad():
+            calls[block.number] = torch.cat([call.through(block.teacher, "cpu") for call in block.calls])
+
+    run_blocks(model, layers, WINDOWS, look_at_calls, follow=0.25, teacher=Teacher(dense))
+    torch.testing.assert_close(found[1][0], states[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1][1], 0.75 * calls[1] + 0.25 * whole)
+    assert not torch.allclose(calls[1], whole)
 
 
 def test_modes_and_places_are_as_before(model):

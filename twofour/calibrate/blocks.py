@@ -224,8 +224,11 @@ def run_blocks(
             targets: list[Tensor] = []
             grams: dict[Layer, Gram] = {}
             if todo:
-                of_block = targets if follow is not None and follow < 1 else None
-                grams = observe(block, own, prefix, calls, shelf, of_block)
+                of_block = follow is not None and follow < 1
+                grams = observe(block, own, prefix, calls, shelf, targets if of_block else None)
+                if of_block and teacher:
+                    targets = [shelf.put(call.through(taught_by[number], device)) for call in calls]
+                    shelf.settle()
             origins = list(dense) if todo else []
             if follow:
                 for i, call in enumerate(calls):

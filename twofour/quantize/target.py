@@ -34,8 +34,12 @@ class Drift:
     held_out: tuple[Gram, Tensor] | None = None
 
 
-def fitted_target(weight: Tensor, gram: Gram, drift: Drift, aim: Tensor | None = None) -> Tensor:
+def fitted_target(
+    weight: Tensor, gram: Gram, drift: Drift, aim: Tensor | None = None, follow: float = 1.0
+) -> Tensor:
     """W + S, as far as S carries over. W is 2:4, and so is what comes out; without `aim`, A is W.
+
+    With `follow` below 1, x lies only so far on the way from x′ to what it was.
 
     >>> gram = Gram(2)
     >>> gram.add(torch.eye(2))
@@ -44,13 +48,12 @@ def fitted_target(weight: Tensor, gram: Gram, drift: Drift, aim: Tensor | None =
     """
     weight = weight.float()
     aim = weight if aim is None else aim.float()
-    gram_mean, drift_mean = gram.mean.to(weight.device), drift.mean.to(weight.device)
+    gram_mean, drift_mean = gram.mean.to(weight.device), drift.mean.to(weight.device) * follow
     shift = _shift(weight, aim, gram_mean, drift_mean)
     if drift.held_out is None:
         return weight + shift
-    held_gram, held_drift = (
-        tensor.to(weight.device) for tensor in (drift.held_out[0].mean, drift.held_out[1])
-    )
+    held_gram, held_drift = drift.held_out[0].mean.to(weight.device), drift.held_out[1].to(weight.device)
+    held_drift = held_drift * follow
     part = drift.held_out[0].tokens / gram.tokens
     rest_gram = (gram_mean - part * held_gram) / (1 - part)
     rest_drift = (drift_mean - part * held_drift) / (1 - part)
