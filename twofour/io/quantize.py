@@ -33,12 +33,12 @@ from twofour.nn.modules import Memory
 from twofour.nn.quantized import put_quantized_
 from twofour.packed import Packed24
 from twofour.progress import OnProgress, silent
-from twofour.prune.reconstruct import Reconstructed
+from twofour.prune.reconstruct import Reconstruct, Reconstructed
 from twofour.quantize import Rounding, Scheme, quantize_matrix, scheme_named
 from twofour.quantize.blocks import Rounded, quantize_blocks, relative_error
 from twofour.quantize.rounding import require_two_four
 from twofour.quantize.smooth import Smoothing
-from twofour.quantize.tune import TUNING
+from twofour.quantize.tune import TUNING, TUNING_TO_TEACHER
 from twofour.select import Layer, require_layers, select
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -64,6 +64,10 @@ class QuantizeOptions:
     smooth: bool | None = None
     tune: bool = False
     teacher: str | Path | nn.Module | None = None
+
+    @property
+    def tuning(self) -> Reconstruct | None:
+        return (TUNING if self.teacher is None else TUNING_TO_TEACHER) if self.tune else None
 
     def settled(self, has_text: bool) -> tuple[Scheme, Rounding, bool]:
         """What it comes to, after refusing what cannot be."""
@@ -146,7 +150,7 @@ def quantize_(
                 *(model, layers, windows, chosen, how, keep),
                 prepare=Smoothing(model) if smoothed else None,
                 device=next(iter(weights.values())).device,
-                tune=TUNING if tune else None,
+                tune=options.tuning,
                 teacher=None if teacher is None else Teacher(teacher),
                 on_progress=on_progress,
             )
@@ -237,7 +241,7 @@ def quantize_checkpoint(
             *(work, checkpoint, layers, scheme, rounding, calibration, described),
             teacher=teacher,
             smooth=smooth,
-            tune=TUNING if options.tune else None,
+            tune=options.tuning,
             resume=resume,
             on_progress=on_progress,
         )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from twofour.calibrate.blocks import Block
+from twofour.prune.best import TUNING as PRUNED
 from twofour.prune.reconstruct import Reconstruct, Reconstructed, reconstruct_
 from twofour.quantize.activations import straight_through
 from twofour.quantize.rounding import Quantized, per_column
@@ -31,6 +32,9 @@ from twofour.select import Layer
 
 #: One round of three passes: what is left to gain is a fraction of what pruning leaves.
 TUNING = Reconstruct(rounds=1, follow=1.0)
+
+#: Towards a teacher there is as much to gain as pruning leaves.
+TUNING_TO_TEACHER = PRUNED
 
 
 def tune_(
