@@ -416,6 +416,20 @@ def test_low_rank_corrections_are_refused():
         package.quantize_(model, "int8")
 
 
+def test_the_dense_model_is_named_where_it_would_help(dense, text, tmp_path, twofour):
+    pruned = tmp_path / "own"
+    assert twofour("prune", dense, pruned, "--method", "magnitude").status == 0
+    how = ("--scheme", "int4", "--calib", text, "--samples", 4, "--seqlen", 32)
+    words = f"--teacher {dense} --tune"
+    assert words in twofour("quantize", pruned, tmp_path / "a", *how).err
+    assert words not in twofour("quantize", pruned, tmp_path / "b", *how, "--teacher", dense).err
+    assert words not in twofour("quantize", pruned, tmp_path / "c", "--scheme", "int4").err
+    record = json.loads((pruned / "twofour.json").read_text())
+    record["steps"].append({"verb": "recover", "options": {}})
+    (pruned / "twofour.json").write_text(json.dumps(record))
+    assert words not in twofour("quantize", pruned, tmp_path / "d", *how).err
+
+
 def test_what_people_read(pruned, text, tmp_path, twofour):
     ran = twofour(
         *("quantize", pruned, tmp_path / "out", "--scheme", "int4", "--calib", text),

@@ -2,8 +2,8 @@
 
     dense        the dequantized weight in x's dtype
     dense fp8    every token rounded by our kernel, then torch._scaled_mm with a scale for each row and token.
-                 Also what int8 is compared with, as PyTorch's dense int8 is slower; the codes are rounded to
-                 fp8 for that, so its error is larger there
+                 Also what int8 is compared with; the codes are rounded to fp8 for that, so its error is
+                 larger there
     dense int4   torch.ops.aten._weight_int4pack_mm, at up to 512 tokens
     twofour      ours, in the way that was measured fastest for the number of tokens
     ampere       ours by the kernels for any GPU, at up to 256 tokens (kernels/dispatch_codes.py)

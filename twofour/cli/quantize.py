@@ -16,6 +16,7 @@ from twofour.cli.output import (
     Samples,
     Seed,
     Seqlen,
+    note,
     print_json,
     progress,
     quiet_libraries,
@@ -92,7 +93,21 @@ def command(
         )
     calibration = CalibrationOptions(calib, samples, seqlen, seed) if calib else None
     options = QuantizeOptions(scheme, group, how, smooth, tune, teacher)
+    if calibration and teacher is None and (dense := pruned_in_one_shot(model)):
+        note(f"Pruned from {dense}: --teacher {dense} --tune would win back some of what that lost.")
     run("quantize", model, out, options, include, exclude, calibration, resume, json)
+
+
+def pruned_in_one_shot(model: Path) -> str | None:
+    """The dense model, if it is there and nothing but a pruning has made this one of it."""
+    from twofour.io.checkpoint import Checkpoint
+    from twofour.io.recover import recorded_teacher
+
+    checkpoint = Checkpoint(model)
+    steps = checkpoint.record.get("steps", [])
+    only_pruned = bool(steps) and steps[-1].get("verb") == "prune"
+    reordered = only_pruned and (steps[-1].get("options") or {}).get("permute")
+    return recorded_teacher(checkpoint) if only_pruned and not reordered else None
 
 
 def run(
