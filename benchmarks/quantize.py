@@ -46,6 +46,7 @@ ROWS: tuple[tuple[str, int | None, str, str], ...] = (
     ("fp8", None, "compensated", ""),
     ("fp8", None, "compensated", "tune"),
     ("fp8", None, "compensated", "teacher"),
+    ("fp8", None, "compensated", "teacher tune"),
     ("int4", 128, "nearest", ""),
     ("int4", 128, "compensated", ""),
     ("int4", 128, "compensated", "tune"),

@@ -73,6 +73,7 @@ def test_int8_sums_are_exact(columns):
             [[127], [-127]], dtype=torch.int8
         )  # the largest sums there are
     codes = torch.randint(-127, 128, (5, columns), dtype=torch.int8)
+    assert len(codes) > reference.FEW
     codes[:, 0] = 127  # so the scale of each token is 1
     codes[3:] = torch.tensor([[127], [-127]], dtype=torch.int8)
     codes[4, 0], codes[4, columns // 2] = 126, 125  # an odd one more
@@ -81,6 +82,7 @@ def test_int8_sums_are_exact(columns):
     wanted = sums.float() * module.weight_scale.float().t()
     assert float(sums.abs().max()) > 0.99 * 127 * 127 * columns / 2
     assert torch.equal(module(codes.float()), wanted)
+    assert torch.equal(module(codes[3:].float()), wanted[3:])
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])

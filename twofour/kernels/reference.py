@@ -30,6 +30,9 @@ STRIP = 1 << 22
 #: times 127·128 is less than 2²⁴.
 EXACT = 2048
 
+#: Tokens for which an integer product is quicker than making the weight float32.
+FEW = 3
+
 
 def linear(
     x: Tensor,
@@ -57,7 +60,7 @@ def quantized_linear(
     codes, token_scale = round_tokens(x.reshape(-1, columns), values.dtype)
     parts = []
     for rows in _strips(len(values), columns):
-        weight = unpack(values[rows], meta[rows], columns, dtype=torch.float32)
+        weight = unpack(values[rows], meta[rows], columns)
         sums = (_sums_of_int8 if values.dtype == torch.int8 else _sums)(codes, weight)
         parts.append(sums.mul_(token_scale).mul_(scale[rows].float().t()))
     y = torch.cat(parts, dim=-1)
@@ -68,17 +71,20 @@ def quantized_linear(
 
 def _sums(codes: Tensor, weight: Tensor) -> Tensor:
     """codes·weightᵀ, both codes, in float32."""
-    return codes.float() @ weight.t()
+    return codes.float() @ weight.float().t()
 
 
 def _sums_of_int8(codes: Tensor, weight: Tensor) -> Tensor:
     """The same without an error but that of the last rounding, to float32.
 
     The integer product of torch is up to thirty times slower than float32 on a CPU without instructions for
-    it, asks for certain shapes on a GPU, and a GPU's float32 product may be one of fewer bits.
+    it, unless there are so few tokens that making the weight float32 would take longer. On a GPU it asks for
+    certain shapes, and a float32 product may be one of fewer bits there.
     """
     if codes.device.type != "cpu":
         return (codes.double() @ weight.double().t()).float()
+    if len(codes) <= FEW:
+        return torch._int_mm(codes, weight.t()).float()
     if codes.shape[1] <= EXACT:
         return _sums(codes, weight)
     pieces = zip(codes.split(EXACT, 1), weight.split(EXACT, 1), strict=True)
