@@ -1,5 +1,6 @@
 """Mixtures whose experts are one tensor in the model and one tensor an expert in the files: all the way."""
 
+import copy
 import json
 import shutil
 
@@ -311,6 +312,34 @@ def test_quantized_in_memory(with_text, tmp_path):
     twofour.save(model, tmp_path / "saved")
     assert check(tmp_path / "saved").ok
     torch.testing.assert_close(logits(loaded(tmp_path / "saved")), logits(model))
+
+
+def test_a_teacher_with_experts_in_memory_and_in_files(mixture, text, tmp_path):
+    """Layers that all tokens pass are fitted to it; experts keep to their own weights."""
+    from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
+
+    dense, model = mixtral(), twofour.prune_(mixtral())
+    windows = torch.randint(3, 120, (4, 32), generator=torch.Generator().manual_seed(0))
+    plain = twofour.quantize_(copy.deepcopy(model), "int8-weight", windows)
+    taught = twofour.quantize_(model, "int8-weight", windows, teacher=dense)
+    assert dense.model.layers[0].mlp.experts.down_proj.dim() == 3
+    one, other = (
+        packed_layers(each)["model.layers.0.self_attn.q_proj"].unpacked() for each in (plain, taught)
+    )
+    assert torch.equal(one == 0, other == 0)
+    assert not torch.equal(one, other)
+    with torch.no_grad():
+        wanted = dense(windows).logits
+        errors = [float((each(windows).logits - wanted).norm()) for each in (plain, taught)]
+    assert errors[1] < errors[0]
+
+    prune_checkpoint(mixture, tmp_path / "pruned")
+    options = QuantizeOptions("int4", 32, tune=True, teacher=mixture)
+    quantize_checkpoint(
+        *(tmp_path / "pruned", tmp_path / "int4", options),
+        calibration=CalibrationOptions(text, samples=4, seqlen=32),
+    )
+    assert check(tmp_path / "int4").ok
 
 
 def test_quantizing_no_expert_leaves_them_together_and_so_does_an_error():

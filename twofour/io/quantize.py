@@ -126,7 +126,7 @@ def quantize_(
     options = QuantizeOptions(scheme, group, rounding, smooth, tune, teacher)
     chosen, how, smoothed = options.settled(windows is not None)
     _refuse_corrections(lowrank_layers(model))
-    with opened_experts(model) as experts:
+    with opened_experts(model) as experts, opened_experts(nn.Module() if teacher is None else teacher):
         layers = require_layers(select(model, include, exclude)).layers
         if any(not layer.name for layer in layers):
             raise InputError("a layer on its own cannot be replaced in place.", hint="Wrap it in a module.")

@@ -199,10 +199,8 @@ class SharedInput(FusedLinear):
         return kept[1][number]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "_kept": None,
-        }  # outputs of a call that is not finished are no part of it
+        # Outputs of a call that is not finished are no part of it.
+        return {**super().__getstate__(), "_kept": None}
 
 
 class Part(nn.Module):
