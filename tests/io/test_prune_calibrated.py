@@ -206,7 +206,9 @@ def test_two_processes_give_what_one_gives(dense, text, tmp_path, method):
         for name in first:
             same = (one[name] != 0) == (two[name] != 0)
             assert float(same.float().mean()) > 0.999, name
-            torch.testing.assert_close(one[name][same], two[name][same], rtol=0.05, atol=2e-3)
+            rows = same.all(1)  # the others made up for another weight
+            assert float(rows.float().mean()) > 0.9, name
+            torch.testing.assert_close(one[name][rows], two[name][rows], rtol=0.05, atol=2e-3)
 
 
 def test_a_low_rank_correction_goes_along_to_the_packed_model(twofour, dense, text, tmp_path):
