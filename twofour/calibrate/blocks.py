@@ -225,15 +225,17 @@ def run_blocks(
             grams: dict[Layer, Gram] = {}
             if todo:
                 of_block = follow is not None and follow < 1
-                grams = observe(block, own, prefix, calls, shelf, targets if of_block else None)
+                grams = observe(
+                    block, own, prefix, calls, shelf, targets if of_block and not teacher else None
+                )
                 if of_block and teacher:
                     targets = [shelf.put(call.through(taught_by[number], device)) for call in calls]
                     shelf.settle()
             origins = list(dense) if todo else []
             if follow:
                 for i, call in enumerate(calls):
-                    own_call = Call(dense[i], call.rest, call.named)
-                    dense[i] = shelf.put(own_call.through(taught_by[number], device))
+                    followed = Call(dense[i], call.rest, call.named)
+                    dense[i] = shelf.put(followed.through(taught_by[number], device))
                 shelf.settle()
                 if follow == 1:
                     targets = list(dense)
@@ -244,8 +246,8 @@ def run_blocks(
                 if restore is not None:
                     restore(number)
             elif todo:
-                turn = Block(number, prefix[:-1], block, own, grams, calls, targets, device, origins)
-                turn.teacher = taught_by[number] if teacher else None
+                theirs = taught_by[number] if teacher else None
+                turn = Block(number, prefix[:-1], block, own, grams, calls, targets, device, origins, theirs)
                 if prepare is not None:
                     prepare(turn)
                 change(turn)

@@ -101,13 +101,13 @@ def command(
 def pruned_in_one_shot(model: Path) -> str | None:
     """The dense model, if it is there and nothing but a pruning has made this one of it."""
     from twofour.io.checkpoint import Checkpoint
+    from twofour.io.record import was_permuted
     from twofour.io.recover import recorded_teacher
 
     checkpoint = Checkpoint(model)
     steps = checkpoint.record.get("steps", [])
-    only_pruned = bool(steps) and steps[-1].get("verb") == "prune"
-    reordered = only_pruned and (steps[-1].get("options") or {}).get("permute")
-    return recorded_teacher(checkpoint) if only_pruned and not reordered else None
+    comparable = bool(steps) and steps[-1].get("verb") == "prune" and not was_permuted(checkpoint.record)
+    return recorded_teacher(checkpoint) if comparable else None
 
 
 def run(

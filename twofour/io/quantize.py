@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from twofour.io.format import is_packed, packed_config, stub
 from twofour.io.pack import layers_to_pack, lowrank_of
 from twofour.io.prune_calibrated import CalibrationOptions, read_pruned
 from twofour.io.quantize_calibrated import PARTS, FinishedWork, described_layer, quantize_into
-from twofour.io.record import add_step, last_step, summary
+from twofour.io.record import add_step, summary, was_permuted
 from twofour.io.stream import rewrite
 from twofour.io.structure import CheckpointLayers
 from twofour.io.writer import CheckpointWriter, require_new
@@ -126,7 +127,7 @@ def quantize_(
     options = QuantizeOptions(scheme, group, rounding, smooth, tune, teacher)
     chosen, how, smoothed = options.settled(windows is not None)
     _refuse_corrections(lowrank_layers(model))
-    with opened_experts(model) as experts, opened_experts(nn.Module() if teacher is None else teacher):
+    with opened_experts(model) as experts, opened_experts(teacher) if teacher else nullcontext():
         layers = require_layers(select(model, include, exclude)).layers
         if any(not layer.name for layer in layers):
             raise InputError("a layer on its own cannot be replaced in place.", hint="Wrap it in a module.")
@@ -272,7 +273,7 @@ def _teacher(path: Any, checkpoint: Checkpoint, layers: CheckpointLayers) -> Che
     hint = "Give the dense model that this one was pruned from."
     if is_packed(teacher.config):
         raise InputError(f"the teacher {path} is packed.", hint=hint)
-    if ((last_step(checkpoint.record, "prune") or {}).get("options") or {}).get("permute"):
+    if was_permuted(checkpoint.record):
         raise InputError(
             f"{checkpoint.directory} was pruned with --permute, so its channels have another order than the "
             "teacher's.",

@@ -21,6 +21,11 @@ def last_step(record: dict[str, Any], verb: str) -> dict[str, Any] | None:
     return next((s for s in reversed(record.get("steps", [])) if s.get("verb") == verb), None)
 
 
+def was_permuted(record: dict[str, Any]) -> bool:
+    """Whether pruning put channels into another order than they have in the dense model."""
+    return bool((last_step(record, "prune") or {}).get("options", {}).get("permute"))
+
+
 def summary(record: dict[str, Any]) -> list[str]:
     """The steps in a few words each, for config.json."""
     return [

@@ -25,16 +25,11 @@ from twofour.quantize.activations import as_rounded, round_inputs
 from twofour.quantize.rounding import Quantized, Rounding, quantize_matrix, require_two_four
 from twofour.quantize.schemes import Scheme
 from twofour.quantize.target import Drift, fitted_target
-from twofour.quantize.tune import tune_
+from twofour.quantize.tune import TUNING_TO_TEACHER, tune_
 from twofour.select import Layer
 
 #: One window of so many says how much of a shift carries over.
 HOLD_OUT = 4
-
-#: How much of what pruning has changed before it a layer, or a tuned block, should repair if there is a
-#: teacher. That is far more than what rounding changes, and to aim at all of it makes outputs small: inputs
-#: that say little of what they should be are best answered by little. `prune --method best` does the same.
-FOLLOW_TEACHER = 0.5
 
 
 class Keeper(Protocol):
@@ -119,7 +114,7 @@ def quantize_blocks(
     hooks: list[Any] = []
     here = windows.to(next(model.parameters()).device)
     options |= {"device": device, "restore": restore_and_round, "teacher": teacher}
-    follow = 1.0 if teacher is None else FOLLOW_TEACHER
+    follow = 1.0 if teacher is None else TUNING_TO_TEACHER.follow
     options |= {"follow": None if rounding == "nearest" and tune is None else follow}
     options |= {"batch": None if tune is None else tune.batch(windows)}
     try:
@@ -156,7 +151,7 @@ def _round_together(
         target = stacked
         if drift is not None:
             aim = torch.cat([aims.get(layer, matrix) for layer, matrix in some.items()])
-            target = fitted_target(stacked, gram, drift, aim, FOLLOW_TEACHER if aims else 1.0)
+            target = fitted_target(stacked, gram, drift, aim, TUNING_TO_TEACHER.follow if aims else 1.0)
         rounded = quantize_matrix(stacked, scheme, rounding, gram, names, dtype, target)
         rows = [len(matrix) for matrix in some.values()]
         parts = zip(some, rounded.codes.split(rows), rounded.scale.split(rows), strict=True)
