@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -175,61 +174,6 @@ def test_the_joint_sweep_is_no_worse_than_two_steps(dense, text, tmp_path):
             wanted = before(ids).logits
             errors[rounding] = float((model(ids).logits - wanted).norm() / wanted.norm())
     assert errors["joint"] <= 1.02 * errors["compensated"]
-
-
-@pytest.mark.parametrize(("name", "smooth"), [("int4", None), ("int8", True), ("fp8", None)])
-@pytest.mark.parametrize("streams", [True, False])
-def test_a_teacher_brings_the_model_nearer_to_the_dense_one(
-    name, smooth, streams, dense, pruned, text, tmp_path, twofour, monkeypatch
-):
-    if not streams:
-        monkeypatch.setattr("twofour.io.prune_calibrated.open_streamed", lambda *_: None)
-    how = ("--scheme", name, "--calib", text, "--samples", 24, "--seqlen", 32)
-    how += ("--smooth",) if smooth else ()
-    before, tokenizer = load_causal_lm(dense, "cpu")
-    ids = torch.tensor([tokenizer(TEXT[:60])["input_ids"]])
-    errors = {}
-    for taught in (False, True):
-        out = tmp_path / f"out-{taught}"
-        ran = twofour("quantize", pruned, out, *how, *(("--teacher", dense) if taught else ()), "--json")
-        assert ran.status == 0, ran.err
-        assert ran.json["options"].get("teacher") == (str(dense) if taught else None)
-        assert twofour("check", out).status == 0
-        model, _ = load_causal_lm(out, "cpu")
-        for layer in (module for module in model.modules() if isinstance(module, QuantizedLinear)):
-            assert check_pattern(layer.packed.unpack()).legal
-        with torch.no_grad():
-            wanted = before(ids).logits
-            errors[taught] = float((model(ids).logits - wanted).norm() / wanted.norm())
-    assert errors[True] < 0.8 * errors[False]
-
-
-def test_teachers_that_are_refused(dense, pruned, packed, text, tmp_path, twofour):
-    def told(*arguments, source=pruned):
-        ran = twofour("quantize", source, tmp_path / "out", "--scheme", "int4", *arguments)
-        assert ran.status == 2
-        assert not (tmp_path / "out").exists()
-        return re.sub(r"\s+", " ", ran.err)
-
-    calib = ("--calib", text, "--samples", 6, "--seqlen", 32)
-    assert "following a teacher looks at the inputs" in told("--teacher", dense)
-    assert "does not look at a teacher" in told("--teacher", dense, *calib, "--rounding", "nearest")
-    assert "is packed" in told("--teacher", packed, *calib)
-    assert "no-such" in told("--teacher", tmp_path / "no-such", *calib)
-    other = Path(shutil.copytree(dense, tmp_path / "other"))
-    tensors = load_file(other / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name] = tensors[name][:, :32].contiguous()
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    message = told("--teacher", other, *calib)
-    assert "model.layers.1.mlp.up_proj" in message
-    assert "has one of [172, 32]: it is another model" in message
-    reordered = tmp_path / "reordered"
-    options = CalibrationOptions(text, samples=6, seqlen=32, permute=True)
-    prune_checkpoint(dense, reordered, "admm", calibration=options)
-    assert "--permute" in told("--teacher", dense, *calib, source=reordered)
-    with pytest.raises(InputError, match="which is its teacher"):
-        QuantizeOptions("int4", rounding="joint", teacher=dense).settled(True)
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4"])
@@ -414,20 +358,6 @@ def test_low_rank_corrections_are_refused():
     add_lowrank_(model[0], torch.ones(64, 1), torch.ones(1, 64))
     with pytest.raises(InputError, match="low-rank"):
         package.quantize_(model, "int8")
-
-
-def test_the_dense_model_is_named_where_it_would_help(dense, text, tmp_path, twofour):
-    pruned = tmp_path / "own"
-    assert twofour("prune", dense, pruned, "--method", "magnitude").status == 0
-    how = ("--scheme", "int4", "--calib", text, "--samples", 4, "--seqlen", 32)
-    words = f"--teacher {dense} --tune"
-    assert words in twofour("quantize", pruned, tmp_path / "a", *how).err
-    assert words not in twofour("quantize", pruned, tmp_path / "b", *how, "--teacher", dense).err
-    assert words not in twofour("quantize", pruned, tmp_path / "c", "--scheme", "int4").err
-    record = json.loads((pruned / "twofour.json").read_text())
-    record["steps"].append({"verb": "recover", "options": {}})
-    (pruned / "twofour.json").write_text(json.dumps(record))
-    assert words not in twofour("quantize", pruned, tmp_path / "d", *how).err
 
 
 def test_what_people_read(pruned, text, tmp_path, twofour):

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from twofour.errors import InputError
-from twofour.nn.modules import Memory, PackedModule, SparseConv2d, SparseLinear
+from twofour.nn.conv import SparseConv2d
+from twofour.nn.modules import Memory, PackedModule, SparseLinear
 from twofour.nn.quantized import QuantizedLinear
 from twofour.quantize.schemes import Scheme
 from twofour.select import Layer

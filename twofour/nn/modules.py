@@ -1,4 +1,4 @@
-"""SparseLinear and SparseConv2d: drop-in layers whose weight is packed.
+"""SparseLinear, and what it shares with SparseConv2d (conv.py): drop-in layers whose weight is packed.
 
 They hold nothing but plain tensors (`weight_values`, `weight_meta`, perhaps `weight_scale`, `bias`), so
 `.to()`, `deepcopy`, `state_dict`, safetensors, FSDP, `torch.compile` and `torch.export` work as for any
@@ -48,7 +48,6 @@ COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
 __all__ = [
     "Memory",
     "PackedModule",
-    "SparseConv2d",
     "SparseLinear",
     "kernels",
 ]  # kernels: for its registrations
@@ -356,45 +355,6 @@ class SparseLinear(PackedModule):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, memory={self.memory}"
-        )
-
-
-class SparseConv2d(PackedModule):
-    """`nn.Conv2d` (ungrouped) with a packed 2:4 weight whose groups run along the input channels."""
-
-    def __init__(self, module: nn.Conv2d, name: str = "SparseConv2d", **options: Any) -> None:
-        """A convolution with the geometry of `module`; see `from_dense` for its weight too."""
-        super().__init__(
-            Layer(name, "conv2d", tuple(module.weight.shape)), module.bias is not None, **options
-        )
-        self.stride, self.dilation = module.stride, module.dilation
-        self.padding, self.padding_mode = module.padding, module.padding_mode
-        self.padding_of_input = module._reversed_padding_repeated_twice
-
-    @classmethod
-    def from_dense(
-        cls, module: nn.Conv2d, name: str = "SparseConv2d", memory: Memory = "auto"
-    ) -> SparseConv2d:
-        """Pack an `nn.Conv2d`, which must already be 2:4 along its input channels."""
-        new = cls(module, name, memory=memory, device="meta")
-        new._set_packed(pack(new.layer.to_matrix(module.weight.detach()), name), module.bias)
-        return new.train(module.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self._input(x)
-        weight = self.unpacked(x.dtype) if self.dense_weight is None else self.dense_weight
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            x = F.pad(x, self.padding_of_input, mode=self.padding_mode)
-            padding = (0, 0)
-        bias = self.bias if self.bias is None or self.dense_weight is not None else self.bias.to(x.dtype)
-        return F.conv2d(x, weight, bias, self.stride, padding, self.dilation)
-
-    def extra_repr(self) -> str:
-        out, channels, *kernel = self.layer.shape
-        return (
-            f"{channels}, {out}, kernel_size={tuple(kernel)}, stride={self.stride}, padding={self.padding}, "
             f"bias={self.bias is not None}, memory={self.memory}"
         )
 

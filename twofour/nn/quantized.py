@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from twofour.nn.modules import Memory, PackedModule, SparseConv2d, SparseLinear
+from twofour.nn.conv import SparseConv2d
+from twofour.nn.modules import Memory, PackedModule, SparseLinear
 from twofour.packed import Packed24
 from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
