@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import twofour
-from twofour import kernels
 from twofour.errors import InputError
-from twofour.kernels import cusparselt, reference
+from twofour.kernels import reference
 from twofour.nn import SparseLinear, fuse_, packed_layers, unfuse_
 from twofour.nn.fuse import GatedMLP, SharedInput, gated
 
@@ -42,21 +41,6 @@ def test_a_llama_computes_the_same_with_four_products_a_layer_instead_of_seven(t
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-
-
-@pytest.mark.parametrize("hopper", [True, False])
-def test_what_ends_in_an_activation_has_cusparselts_form_off_hopper_only(hopper, monkeypatch):
-    asked = []
-    monkeypatch.setattr(kernels.dispatch, "has_own_kernel", lambda *product: hopper)
-    monkeypatch.setattr(cusparselt, "why_not", lambda device, dtype, *shape: asked.append(shape) or "no GPU")
-    model = tiny_llama()
-    fuse_(model)
-    (mlp, *_) = (m for m in model.modules() if isinstance(m, GatedMLP))
-    asked.clear()
-    mlp.fused._compress()
-    assert asked == ([] if hopper else [(mlp.fused.out_features, mlp.fused.in_features)])
-    mlp.down_proj._compress()
-    assert asked[-1] == (mlp.down_proj.out_features, mlp.down_proj.in_features)
 
 
 @torch.no_grad()

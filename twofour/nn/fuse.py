@@ -231,17 +231,6 @@ class Part(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, fused"
 
 
-class GatedLinear(FusedLinear):
-    """gate and up, whose product ends in the activation."""
-
-    def _compress(self) -> None:
-        """Not on Hopper. cuSPARSELt has no such end, and a kernel of ours that has it reads positions row by
-        row: in cuSPARSELt's order it has to fetch twice as many."""
-        values, shape = self.weight_values, (self.out_features, self.in_features)
-        if not kernels.dispatch.has_own_kernel(*shape, values.dtype, values.device):
-            super()._compress()
-
-
 class GatedMLP(nn.Module):
     """down(activate(gate(x)) * up(x)), all but down in one product."""
 
@@ -249,7 +238,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         layers = {name: original.get_submodule(name) for name in (gate, up)}
         assert all(isinstance(layer, SparseLinear) for layer in layers.values())
-        self.fused = GatedLinear(layers)  # type: ignore[arg-type]
+        self.fused = FusedLinear(layers)  # type: ignore[arg-type]
         self.down_name, self.activation = down, activation
         self.add_module(down, original.get_submodule(down))
         self._original = (original,)
