@@ -14,7 +14,8 @@ of groups the last high nibble belongs to no group and is 0. Leading dimensions 
 The layout is row-major and belongs to no backend: a backend repacks for itself after loading. On Hopper the
 positions may lie in memory in cuSPARSELt's order, in which our kernels read them too. Such a `meta` has
 five dimensions, [n/64, k/32, 4, 8, 8], and is never in a file: byte 2i + b of [64 rows, 32 columns, a, r] has
-group 4b + i of row 16a + r in its low nibble, and of row 16a + r + 8 in its high one.
+group 4b + i of row 16a + r in its low nibble, and of row 16a + r + 8 in its high one. And a matrix of 4 bits
+may lie there in threads' order (streamed.py): its `meta` has four dimensions. `as_stored` undoes either.
 
 -0.0 is zero: one that is not in a kept slot comes back as +0.0. All other values survive bit for bit.
 """
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from twofour.errors import InputError
 from twofour.pattern import CHUNK, check_pattern
+from twofour.streamed import is_streamed, unstream
 
 #: What `values` may be stored in, with the integer type of the same width that we move bits with.
 BITS = {
@@ -223,10 +225,10 @@ def unpack(
 
     Values of 4 bits without a scale come as the int8 codes that they are.
     """
+    if values.dim() == 2:  # with leading dimensions, positions of four or five are row by row as well
+        values, meta, scale = as_stored(values, meta, scale)
     if values.dtype == FOUR_BIT:
         values = from_nibbles(values)
-    if values.dim() == 2:  # with leading dimensions, positions of five are row by row as well
-        meta = as_rows(meta)
     *lead, rows, kept = values.shape
     groups = kept // 2
     v0, v1 = values.view(BITS[values.dtype]).reshape(*lead, rows, groups, 2).unbind(-1)
@@ -275,6 +277,14 @@ def as_rows(meta: Tensor) -> Tensor:
     return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
+def as_stored(values: Tensor, meta: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The packed tensors of a matrix as files have them, whichever way they lie."""
+    if is_streamed(meta):
+        assert scale is not None
+        return unstream(values, meta, scale)
+    return values, as_rows(meta), scale
+
+
 def _nibbles(meta: Tensor) -> Tensor:
     """[..., bytes] as [..., 2·bytes], low nibble first."""
     return torch.stack([meta & 15, meta >> 4], dim=-1).flatten(-2)
@@ -285,7 +295,7 @@ def validate(
 ) -> None:
     """Refuse a packed matrix that is damaged: shapes that disagree, positions that no packer writes."""
     if values.dim() == 2:
-        meta = as_rows(meta)
+        values, meta, scale = as_stored(values, meta, scale)
     rows = values.shape[-2] if values.dim() >= 2 else -1
     want_values, want_meta = packed_shapes(rows, columns, values.dtype)
     for what, tensor, want in (("values", values, want_values), ("meta", meta, want_meta)):

@@ -65,7 +65,8 @@ def compile_choices(scheme, dtype, activation):
         if activation is not None and n % 16:
             continue
         bucket = dispatch.bucket_of(tokens)
-        of = (scheme.stored, scheme.scale_width(k), scheme.rounds_activations, activation)
+        streamed = scheme.group == 128 and n % 64 == 0 and k % 128 == 0
+        of = (scheme.stored, scheme.scale_width(k), scheme.rounds_activations, activation, streamed)
         product = dispatch_codes.Product(n // 2 if activation else n, k, bucket, dtype, 0, *of)
         choice = dispatch_codes.choose(product)
         if choice.backend == "decode":

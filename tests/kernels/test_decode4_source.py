@@ -16,33 +16,33 @@ TOKENS = (1, 8, 16, 32, 64)
 
 
 def registers_allowed(config: hopper.Decode4) -> int:
-    """For a thread: the warps of a block are dealt out to four schedulers, each with 16384 registers."""
-    warps = -(-config.threads // 32)
+    """For a thread: warps of the blocks on a multiprocessor are dealt out to four schedulers, each with 16384
+    registers."""
+    warps = config.resident * (config.threads // 32)
     return min(16384 // (-(-warps // 4) * 32) // 8 * 8, 255)
 
 
-def candidate(tokens: int, warpgroups: int, split: int, step: int) -> hopper.Decode4:
-    of = (warpgroups, split, step)
-    return next(c for c in hopper.configs4(tokens) if (c.warpgroups, c.split, c.step) == of)
+def candidate(tokens: int, warpgroups: int, split: int, step: int, teams: int) -> hopper.Decode4:
+    of = (warpgroups, split, step, teams)
+    return next(c for c in hopper.configs4(tokens) if (c.warpgroups, c.split, c.step, c.teams) == of)
 
 
 @nvcc
 @pytest.mark.parametrize(
     ("shape", "dtype", "activation", "spilled"),
     [
-        ((8, 1, 2, 512), BF16, None, 0),
-        ((8, 4, 1, 512), FP16, "silu", 32),
-        ((16, 1, 8, 512), FP16, None, 0),
-        ((16, 4, 1, 256), BF16, "gelu", 32),
-        ((24, 2, 1, 512), BF16, None, 0),
-        ((32, 2, 1, 512), BF16, "gelu_tanh", 0),
-        ((32, 1, 8, 256), FP16, None, 0),
-        ((64, 1, 8, 512), BF16, "silu", 0),
-        ((64, 2, 1, 256), FP16, "silu", 0),
-        # Large blocks, whose threads have few registers (96 and 168), spill more.
-        ((16, 4, 1, 512), BF16, None, 96),
-        ((64, 2, 1, 512), BF16, "silu", 96),
-        ((32, 4, 1, 512), FP16, None, 448),
+        ((8, 1, 2, 512, 1), BF16, None, 0),
+        ((8, 4, 1, 512, 1), FP16, "silu", 0),
+        ((8, 1, 1, 512, 4), BF16, None, 0),
+        ((16, 1, 4, 512, 2), FP16, None, 0),
+        ((16, 4, 1, 256, 1), BF16, "gelu", 0),
+        ((24, 2, 1, 512, 1), BF16, None, 0),
+        ((32, 2, 1, 512, 1), BF16, "gelu_tanh", 0),
+        ((32, 2, 1, 256, 1), BF16, "silu", 32),
+        ((32, 1, 4, 256, 1), FP16, None, 32),
+        ((64, 1, 4, 512, 1), BF16, None, 0),
+        ((64, 2, 1, 256, 1), FP16, "silu", 0),
+        ((16, 3, 1, 512, 1), BF16, None, 0),
     ],
 )
 def test_products_run_side_by_side_and_little_is_spilled(shape, dtype, activation, spilled, tmp_path):
@@ -69,10 +69,13 @@ def test_every_candidate_fits_the_multiprocessor(tokens):
     for config in candidates:
         assert config.tokens == max(tokens, 8)
         assert config.stages >= 2
-        assert config.shared_bytes + 16 * config.stages <= 227 << 10  # with the barriers
-        assert config.stage_bytes % 1024 == 0  # so that every area begins where the swizzles begin anew
-        # Three sets of sums, numbers and positions of two groups, a few addresses: all at the same time.
-        assert 3 * config.tokens // 2 + 2 * (16 + 2) + 8 <= registers_allowed(config)
+        assert config.stages % config.teams == 0
+        taken = config.shared_bytes + 16 * config.stages + 1024  # with the barriers, and what is kept back
+        assert config.resident >= 1
+        assert config.resident * taken <= 228 << 10
+        # Three sets of sums, numbers and positions of two groups: all at the same time.
+        assert 3 * config.tokens // 2 + 2 * (16 + 2) <= registers_allowed(config)
+        assert config.resident * config.threads <= 2048
         assert (config.tokens // 2) % config.split == 0
         assert config.split <= 8  # blocks of a cluster that every GPU runs
         assert hopper.from_dict(hopper.as_dict(config)) == config

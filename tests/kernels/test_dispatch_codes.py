@@ -26,7 +26,7 @@ from twofour.quantize.schemes import SCHEMES, scheme_named
 
 FP8 = Product(3072, 4096, 16, torch.bfloat16, 0, torch.float8_e4m3fn, 1, True)
 INT8 = replace(FP8, stored=torch.int8)
-INT4 = replace(FP8, stored=FOUR_BIT, scales=32, rounds=False)
+INT4 = replace(FP8, stored=FOUR_BIT, scales=32, rounds=False, streamed=True)
 WEIGHT_ONLY = replace(FP8, rounds=False)
 
 
@@ -51,13 +51,14 @@ def test_names_in_the_tables_tell_apart_what_runs_differently():
         (FP8, "codes", "codes"),
         (INT8, "codes", "codes"),
         (INT4, "decode4", "widen"),
-        (replace(INT4, scales=64), "decode", "widen"),  # a scale for 64 columns
+        (replace(INT4, streamed=False), "decode", "widen"),  # as a file has it
+        (replace(INT4, scales=64, streamed=False), "decode", "widen"),  # a scale for 64 columns
         (WEIGHT_ONLY, "decode", "widen"),
         (replace(FP8, k=704), "decode", "widen"),  # no multiple of 128
         (replace(INT8, n=3001), "codes", "codes"),
         (replace(WEIGHT_ONLY, n=3001), "decode", "widen"),
         (replace(FP8, k=100), "reference", "reference"),
-        (replace(INT4, k=100, scales=1), "reference", "reference"),
+        (replace(INT4, k=100, scales=1, streamed=False), "reference", "reference"),
         (replace(FP8, dtype=torch.float32), "reference", "reference"),
     ],
 )
@@ -69,7 +70,7 @@ def test_without_tables(product, few, more):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
 def test_other_gpus(capability, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    for product in (FP8, INT8, INT4, WEIGHT_ONLY):
+    for product in (FP8, INT8, replace(INT4, streamed=False), WEIGHT_ONLY):
         assert choose(product).backend == "decode"
         assert choose(many(product)).backend == "widen"
         assert capability >= (9, 0) or choose(product).config["split"] == 1
@@ -123,11 +124,11 @@ def test_every_shipped_choice_can_be_run():
 
 
 def test_a_gated_product_prefers_a_kernel_that_gates():
-    """Also where another way was measured to be faster for the product alone."""
+    """Also where another configuration was measured to be faster for the product alone."""
     measured = replace(INT4, n=28672, k=4096, scales=32, bucket=8)
-    config = asdict(quantized_decode.configs(8, "int4", 128, clusters=True)[0])
-    tuning.remember(measured.key, 0, [{"backend": "decode", "config": config, "ms": 0.01}])
-    assert choose(measured).backend == "decode"
+    fastest = next(config for config in hopper.configs4(8) if not config.gates)
+    tuning.remember(measured.key, 0, [{"backend": "decode4", "config": hopper.as_dict(fastest), "ms": 0.01}])
+    assert choose(measured).config == hopper.as_dict(fastest)
     gated = choose(replace(measured, n=14336, activation="silu"))
     assert gated.backend == "decode4"
     assert hopper.from_dict(gated.config).gates
@@ -162,13 +163,41 @@ def test_forced():
     with dispatch.force("hopper"):
         assert choose(FP8).backend == "codes"
         assert choose(INT4).backend == "decode4"
-        assert choose(many(INT4)).backend == choose(replace(INT4, scales=64)).backend == "widen"
+        assert choose(many(INT4)).backend == choose(replace(INT4, streamed=False)).backend == "widen"
     with dispatch.force("reference"):
         assert choose(FP8).backend == choose(many(INT4)).backend == "reference"
     with dispatch.force("ampere"), pytest.raises(InputError, match="ampere cannot run 3072x100 fp8 bf"):
         choose(replace(FP8, k=100))
     with dispatch.force("cusparselt"), pytest.raises(InputError, match="cusparselt cannot run"):
         choose(FP8)
+
+
+def test_a_weight_in_threads_order_goes_by_no_other_kernel_unless_forced():
+    """Not even if a table says so, as older tables do: it would have to be put in order at each call."""
+    config = asdict(quantized_decode.configs(1, "int4", 128)[0])
+    one = replace(INT4, bucket=1)
+    tuning.remember(one.key, 0, [{"backend": "decode", "config": config, "ms": 0.01}])
+    assert choose(one).backend == "decode4"
+    assert choose(replace(one, streamed=False)).backend == "decode"
+    assert {c.backend for c in dispatch_codes.candidates(one)} == {"decode4"}
+
+
+def test_which_weights_lie_in_threads_order():
+    def wanted(n=3072, k=4096, dtype=torch.bfloat16, device="cuda:0", stored=FOUR_BIT, scales=32):
+        return dispatch_codes.wants_stream(n, k, dtype, torch.device(device), stored, scales)
+
+    assert wanted()
+    assert wanted(dtype=torch.float16)
+    assert not wanted(n=3080)  # rows that are not whole pieces
+    assert not wanted(scales=64)  # a scale for 64 columns
+    assert not wanted(k=4000)
+    assert not wanted(dtype=torch.float32)
+    assert not wanted(stored=torch.int8)
+    assert not wanted(device="cpu")
+    with dispatch.force("hopper"):
+        assert wanted()
+    with dispatch.force("ampere"):
+        assert not wanted()
 
 
 def test_the_environment_forces_too(monkeypatch):
@@ -179,12 +208,15 @@ def test_the_environment_forces_too(monkeypatch):
         choose(FP8)
 
 
-@pytest.mark.parametrize("product", [FP8, INT8, INT4, WEIGHT_ONLY, replace(INT4, scales=64)])
+@pytest.mark.parametrize(
+    "product", [FP8, INT8, INT4, WEIGHT_ONLY, *(replace(INT4, scales=s, streamed=False) for s in (32, 64))]
+)
 def test_candidates_are_what_could_be_fastest(product):
     for bucket in BUCKETS:
         found = dispatch_codes.candidates(many(product, bucket))
         backends = {choice.backend for choice in found}
-        assert ("decode" in backends) == (bucket <= 256)
+        assert ("decode" in backends) == (bucket <= 256 and not product.streamed)
+        assert ("decode4" in backends) == (bucket <= 256 and product.streamed)
         assert ("codes" in backends) == product.rounds
         assert ("widen" in backends) == (not product.rounds and bucket > 64)
         assert choose(many(product, bucket)).backend in backends

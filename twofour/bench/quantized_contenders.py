@@ -142,7 +142,11 @@ def _forced(scheme: Scheme, backend: str) -> Callable[[list[Packed24], Tensor | 
         with dispatch.force(backend):
             return layer(x)
 
-    return lambda weights, bias: [partial(forced, layer) for layer in _twofour(weights, bias, scheme)]
+    def layers(weights: list[Packed24], bias: Tensor | None) -> list[Product]:
+        with dispatch.force(backend):  # so that they lie in the order of its kernels
+            return [partial(forced, layer) for layer in _twofour(weights, bias, scheme)]
+
+    return layers
 
 
 def _twofour_fp8(weights: list[Packed24], bias: Tensor | None) -> list[Product]:

@@ -37,6 +37,7 @@ from twofour.packed import Packed24, in_order, pack
 from twofour.pattern import keep_best
 from twofour.quantize.activations import round_tokens
 from twofour.quantize.schemes import Scheme
+from twofour.streamed import stream
 
 #: How much less exact than the dense product a candidate may be, where it is not 1.2 times.
 TOLERANCE, TOLERANCES = 1.2, {"widen": 2.0}
@@ -177,7 +178,10 @@ class CodesToTune(ToTune):
         first = random_codes(self.n, self.k, self.scheme, self.dtype, random)
         copies = _copies(first.nbytes, self.device)
         self.packed = [first, *(in_other_order(first, random) for _ in range(copies - 1))]
-        self.tensors = [(p.values, p.meta, p.scale, None) for p in self.packed]
+        for p in self.packed:
+            assert p.scale is not None
+            held = (p.values, p.meta, p.scale)
+            self.tensors.append((*(stream(*held) if self.streamed else held), None))
         self.dense = [p.unpack() for p in self.packed]
 
     def drop(self) -> None:
@@ -186,8 +190,14 @@ class CodesToTune(ToTune):
 
     def product(self, bucket: int) -> dispatch_codes.Product:
         scheme, index = self.scheme, self.device.index or 0
-        stored = (scheme.stored, scheme.scale_width(self.k), scheme.rounds_activations)
+        stored = (scheme.stored, scheme.scale_width(self.k), scheme.rounds_activations, None, self.streamed)
         return dispatch_codes.Product(self.n, self.k, bucket, self.dtype, index, *stored)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether a layer would hold the weight in threads' order."""
+        of = (self.n, self.k, self.dtype, self.device)
+        return dispatch_codes.wants_stream(*of, self.scheme.stored, self.scheme.scale_width(self.k))
 
     def candidates(self, product: dispatch_codes.Product) -> list[Choice]:
         return dispatch_codes.candidates(product)

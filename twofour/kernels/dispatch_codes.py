@@ -3,7 +3,7 @@
     codes     schemes that round activations, on Hopper: every token becomes codes of 8 bits in one kernel
               (token_codes.py), then codes are multiplied with codes (hopper.Decode8, hopper.Prefill8)
     decode4   few tokens times weights of 4 bits, on Hopper: the codes become 16-bit numbers in the registers
-              that the tensor cores read (hopper.Decode4)
+              that the tensor cores read (hopper.Decode4). They must lie in threads' order (streamed.py)
     decode    few tokens otherwise: the weight's codes become 16-bit numbers on the way to the tensor cores
               (quantized_decode.py). Activations stay in 16 bits, also where the scheme would round them:
               without a product of codes that would save nothing
@@ -38,6 +38,7 @@ from twofour.kernels.dispatch import Choice
 from twofour.ops import library
 from twofour.packed import FOUR_BIT, scale_group
 from twofour.quantize.schemes import Codes
+from twofour.streamed import GROUP, ROWS, is_streamed, unstream
 
 WAYS = ("codes", "decode4", "decode", "widen", "reference")
 
@@ -69,6 +70,7 @@ class Product:
     scales: int  # a row
     rounds: bool  # the activations
     activation: str | None = None  # of a gated product, whose weight has 2n rows
+    streamed: bool = False  # the weight lies in threads' order
 
     @property
     def rows(self) -> int:
@@ -123,7 +125,8 @@ def linear(
     if tokens == 0:
         return x.new_empty(*x.shape[:-1], n)
     dtype = x.dtype if x.dtype == scale.dtype else torch.float32  # which only the reference multiplies
-    shape = (n, columns, bucket_of(tokens), dtype, device, values.dtype, scale.shape[1], rounds, activation)
+    held = (values.dtype, scale.shape[1], rounds, activation, is_streamed(meta))
+    shape = (n, columns, bucket_of(tokens), dtype, device, *held)
     key = (*shape, dispatch.forced())
     run = _runs.get(key)
     if run is None:
@@ -152,15 +155,28 @@ def quantized_gated_linear(
     return linear(x, values, meta, scale, bias, columns, rounds=True, activation=activation)
 
 
+def wants_stream(
+    n: int, k: int, dtype: torch.dtype, device: torch.device, stored: torch.dtype, scales: int
+) -> bool:
+    """Whether a weight is to lie in threads' order, for decode4."""
+    if stored != FOUR_BIT or scales * GROUP != k or n % ROWS or dispatch.forced() not in (None, "hopper"):
+        return False
+    return hopper.why_not(device, dtype, n, k) is None
+
+
 def why_not(way: str, product: Product) -> str | None:
     """The reason why a product cannot be run in a way, None if it can."""
     device = torch.device("cuda", product.device)
     shape = (product.n, product.k)
     if way == "decode":
+        if product.streamed and dispatch.forced() != "ampere":
+            return "the weight lies in the order of another kernel"
         return quantized_decode.why_not(device, product.dtype, product.codes, *shape, product.group)
     if way == "decode4":
-        if product.codes != "int4" or product.group != 128:
-            return "it has a scale for 128 columns of int4"
+        if product.codes != "int4" or product.group != GROUP:
+            return f"it has a scale for {GROUP} columns of int4"
+        if not product.streamed:
+            return "the weight does not lie in its order"
         return hopper.why_not(device, product.dtype, *shape)
     if way == "codes":
         if not product.rounds:
@@ -192,8 +208,8 @@ def choose(product: Product) -> Choice:
 
 def _gates(product: Product, choice: Choice) -> bool:
     """Whether the kernel can end with the activation of a gated product."""
-    hoppers = choice.backend in ("codes", "decode4")
-    return hoppers and product.n % 8 == 0 and hopper.from_dict(choice.config).gates
+    together = {"codes": 8, "decode4": ROWS}.get(choice.backend)
+    return together is not None and product.n % together == 0 and hopper.from_dict(choice.config).gates
 
 
 def _known(product: Product) -> list[Choice]:
@@ -280,13 +296,15 @@ def runner(product: Product, choice: Choice | None = None) -> Run:
 
         def decode(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
             out = x.new_empty((x.shape[0], n))
+            if product.streamed:  # forced after the layer was loaded: a comparison, which may take its time
+                values, meta, scale = unstream(values, meta, scale)
             launches.run(x, values, meta, scale, bias, out)
             return out
 
         return decode
     if choice.backend == "widen":
         return lambda x, values, meta, scale, bias: dispatch.linear(
-            x, widen.widen(values, scale, k), meta, None, bias, k, fresh=True
+            x, *widen.widen(values, meta, scale, k), None, bias, k, fresh=True
         )
     plain_torch = reference.quantized_linear if product.rounds else reference.linear
     return lambda x, values, meta, scale, bias: plain_torch(x, values, meta, scale, bias, k)

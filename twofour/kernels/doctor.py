@@ -61,8 +61,9 @@ def _for_codes(way: str) -> str | None:
     """Why a way cannot run an ordinary layer of the weights that it is for on the first GPU."""
     if not torch.cuda.is_available():
         return "it needs a CUDA device"
-    stored, scales, rounds = (FOUR_BIT, 4096 // 128, False) if way == "decode4" else (torch.int8, 1, True)
-    product = dispatch_codes.Product(4096, 4096, 16, torch.bfloat16, 0, stored, scales, rounds)
+    four_bit = way == "decode4"
+    held = (FOUR_BIT, 4096 // 128, False) if four_bit else (torch.int8, 1, True)
+    product = dispatch_codes.Product(4096, 4096, 16, torch.bfloat16, 0, *held, streamed=four_bit)
     return dispatch_codes.why_not(way, product)
 
 

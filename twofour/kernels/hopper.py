@@ -12,7 +12,7 @@ y = activate(x·gateᵀ) * (x·besideᵀ).
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -109,18 +109,39 @@ class Decode8(Decode):
 
 @dataclass(frozen=True)
 class Decode4(Decode):
-    """Few tokens of 16 bits, weights of 4."""
+    """Few tokens of 16 bits, weights of 4; and teams of warpgroups, which take tiles in turns."""
+
+    teams: int = 1
 
     kernel: ClassVar[str] = "decode4"
     source: ClassVar[str] = "decode4"
 
     @property
     def stage_bytes(self) -> int:
-        return 64 * self.warpgroups * (self.step // 4 + self.step // 8) + 2 * self.step * self.tokens
+        """Codes, positions and scales of 64 rows and 128 columns are 3200."""
+        return 3200 * self.warpgroups * (self.step // 128) + 2 * self.step * self.tokens
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups * self.teams + 32
 
     @property
     def registers(self) -> int:
-        return 3 * self.tokens // 2 + 64
+        more = 8 if self.step == 512 and self.tokens > 8 else 0
+        return max(64 + self.tokens, 24 + 2 * self.tokens) + more
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor has memory and registers for: the compiler is told."""
+        by_memory = (_SHARED_BYTES + _RESERVED) // (self.shared_bytes + _RESERVED + _BARRIERS)
+        # A quarter of the registers for every fourth warp, eight of them at a time.
+        warps = 4 * (16384 // (32 * -(-self.registers // 8) * 8))
+        return min(by_memory, warps // (self.threads // 32))
+
+    @property
+    def gates(self) -> bool:
+        """Every second warpgroup has rows of the matrix beside the gate."""
+        return self.warpgroups % 2 == 0
 
 
 @dataclass(frozen=True)
@@ -273,31 +294,33 @@ def configs8(tokens: int, n: int = 8) -> list[Decode8 | Prefill8]:
 def configs4(tokens: int) -> list[Decode4]:
     """Candidates for weights of 4 bits; beyond 64 tokens they come in several tiles."""
     room = min(_room(tokens), 64)
-    found = [
-        _fit_of(Decode4, room, warpgroups, split, step, resident)
-        for resident, warpgroups, split, step in itertools.product(
-            (3, 2, 1), (1, 2, 4), (1, 2, 4, 8), (256, 512)
-        )
-    ]
-    return [c for c in dict.fromkeys(found) if c is not None]
+    found = []
+    for resident, (warpgroups, teams), split, step in itertools.product(
+        (4, 3, 2, 1), ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)), (1, 2, 4), (256, 512)
+    ):
+        found.append(_fit_of(Decode4, room, warpgroups, split, step, resident, teams=teams))
+    # A stage is always the same team's: a barrier tells a phase from the next, not from the one after that.
+    whole = [replace(c, stages=c.stages // c.teams * c.teams) for c in found if c is not None]
+    return [c for c in dict.fromkeys(whole) if c.stages > 1 and c.resident]
 
 
 def guess4(rows: int, tokens: int, processors: int = 132, gated: bool = False) -> Decode4:
     """A good configuration for a shape that was not measured, after those that were (benchmarks/LOG.md).
 
-    Many rows come in large blocks, which read x less often; of few rows several blocks share the columns.
-    Little memory for each block leaves room for the next kernel's first ones.
+    Many rows come in blocks of two warpgroups, which read x less often; of few rows several blocks share the
+    columns, and two teams of each. Half the memory for a block leaves room for the next kernel's first ones.
     """
-    units = -(-rows // 64)
+    units, step = -(-rows // 64), 512
     if units >= 3 * processors:
-        shape = (4 if tokens <= 16 else 2, 1)
+        shape, step = (2, 1, 1), 512 if tokens <= 16 else 256
     else:
-        wanted = (1.5 if tokens <= 16 else 0.9) * processors
-        shape = (1, next((split for split in (1, 2, 4) if units * split >= wanted), 8))
+        split = next((split for split in (1, 2) if units * split >= 0.9 * processors), 4)
+        shape = (2, split, 1) if gated else (1, split, 2)
 
-    def unlikeness(config: Decode4) -> tuple[bool, int, bool, int]:
-        own = (config.warpgroups, config.split)
-        return own[0] != shape[0], abs(own[1] - shape[1]), config.step != 512, config.stages
+    def unlikeness(config: Decode4) -> tuple[bool, int, bool, bool, int, int]:
+        rows, split, teams = config.warpgroups, config.split, config.teams
+        apart = (rows != shape[0], abs(split - shape[1]), teams != shape[2], config.step != step)
+        return *apart, abs(config.resident - 2), -config.stages
 
     return min((c for c in configs4(tokens) if c.gates or not gated), key=unlikeness)
 
@@ -404,12 +427,12 @@ _Kind = TypeVar("_Kind", bound=Decode)
 
 
 def _fit_of(
-    kind: type[_Kind], room: int, warpgroups: int, split: int, step: int, resident: int
+    kind: type[_Kind], room: int, warpgroups: int, split: int, step: int, resident: int, **others: int
 ) -> _Kind | None:
-    one = kind(room, warpgroups, split, step, 1)
+    one = kind(room, warpgroups, split, step, 1, **others)
     registers = 65536 // resident // one.threads
     room_each = (_SHARED_BYTES + _RESERVED) // resident - _RESERVED - _BARRIERS
     stages = (room_each - one.shared_bytes) // one.stage_bytes + 1
     if stages < 2 or one.registers > min(registers, 255) or (room // 2) % split:
         return None
-    return kind(room, warpgroups, split, step, min(stages, 16))
+    return kind(room, warpgroups, split, step, min(stages, 16), **others)

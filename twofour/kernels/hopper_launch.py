@@ -20,6 +20,7 @@ from twofour.kernels import nvrtc
 from twofour.kernels.hopper import Config, Decode4, Prefill, Prefill8
 from twofour.kernels.hopper_source import ARCHITECTURE, source
 from twofour.packed import is_ordered
+from twofour.streamed import ROWS
 
 _ELEMENT = {
     torch.float16: 6,
@@ -71,7 +72,8 @@ class Launches:
         self.n, self.k, self.config, self.device, self.early = n, k, config, device, early
         self.dtype = codes or dtype  # of both operands; weights of 4 bits are bytes, two of them in each
         self.gated, self.ordered = activation is not None, ordered
-        if self.gated and not (config.gates and n % 8 == 0):
+        together = ROWS if isinstance(config, Decode4) else 8
+        if self.gated and not (config.gates and n % together == 0):
             raise ValueError(f"{config} cannot end in a gated activation of {n} features")
         self.function = nvrtc.load(
             source(config, dtype, activation, codes, ordered),
@@ -132,27 +134,21 @@ class _Launch:
         self.device = torch.device("cuda", of.device)
         self.memory = ctypes.create_string_buffer(4 * 128)
         maps = -(-ctypes.addressof(self.memory) // 128) * 128
-        four_bit = isinstance(config, Decode4)
-        if four_bit:  # pieces of 16 bytes change places as cuda/decode4_sm90.cu says
-            element, columns, box = torch.uint8, k // 4, config.step // 4
-            wide = config.step == 512
-            swizzle, of_positions = (_SWIZZLE_128, _SWIZZLE_64) if wide else (_SWIZZLE_64, _SWIZZLE_32)
-        else:
-            element, columns, box = dtype, k // 2, config.value_bytes // dtype.itemsize
+        # y, bias, scales of rows and of tokens, memory for sums of parts and the mark that they are there
+        self.pointers = (ctypes.c_uint64 * 8)(0, 0, 0, 0, 0, _MARK, values, meta)
+        four_bit = isinstance(config, Decode4)  # whose weights are copied as they lie
+        if not four_bit:
             swizzle, of_positions = _SWIZZLE_128, 0
             if isinstance(config, Prefill8):
                 swizzle, of_positions = _SWIZZLE_64, _SWIZZLE_32
-        pitch = columns * element.itemsize
-        _describe_rows(maps, element, values, n, columns, pitch, box, rows, swizzle, of.gated)
-        if of.ordered:
-            _describe_ordered(maps + 128, meta, n, k, 8 * config.position_bytes, rows, of.gated)
-        else:
-            box = config.position_bytes
-            _describe_rows(
-                maps + 128, torch.uint8, meta, n, k // 8, k // 8, box, rows, of_positions, of.gated
-            )
-        # y, bias, scales of rows and of tokens, memory for sums of parts and the mark that they are there
-        self.pointers = (ctypes.c_uint64 * 6)(0, 0, 0, 0, 0, _MARK)
+            box, pitch = config.value_bytes // dtype.itemsize, k // 2 * dtype.itemsize
+            _describe_rows(maps, dtype, values, n, k // 2, pitch, box, rows, swizzle, of.gated)
+            columns = 8 * config.position_bytes
+            if of.ordered:
+                _describe_ordered(maps + 128, meta, n, k, columns, rows, of.gated)
+            else:
+                of_rows = (n, k // 8, k // 8, config.position_bytes, rows)
+                _describe_rows(maps + 128, torch.uint8, meta, *of_rows, of_positions, of.gated)
         self.config, self.room, self.resident = config, config.tokens, of.resident
         self.row_units, self.steps = config.row_units(2 * n if of.gated else n), -(-k // config.step)
         self.tiles = 0  # of the last call, and how these are shared out
@@ -161,13 +157,15 @@ class _Launch:
         # not cut, parts of the others, k
         self.numbers = (ctypes.c_int * 9)(n, 0, self.steps, self.row_units, 1, config.grouped, 0, 1, k)
         at, number = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
-        where = [maps, maps + 128, maps + 256, at, at + 8, number, number + 4]
+        weight = [at + 48, at + 56] if four_bit else [maps, maps + 128]
+        where = [*weight, maps + 256, at, at + 8, number, number + 4]
         if isinstance(config, Prefill):  # Work and Parts of cuda/tiles_sm90.cuh
             where += [number + 8, at + 32, at + 16, at + 24]
         else:  # with k in the place of the tokens' scales where weights have 4 bits
             where += [*range(number + 8, number + 24, 4), at + 16, number + 32 if four_bit else at + 24]
         self.arguments = (ctypes.c_void_p * len(where))(*where)
-        self.describe_x = _x_describer(maps + 256, dtype, k, config.x_box)
+        slices = config.step // 64 if isinstance(config, Decode4) else None
+        self.describe_x = _x_describer(maps + 256, dtype, k, config.x_box, slices)
         self.run = nvrtc.launcher(
             of.function, of.threads, config.shared_bytes, self.arguments, early=of.early
         )
@@ -192,11 +190,19 @@ class _Launch:
             self.run(self.shares.blocks, stream)
 
 
-def _x_describer(at: int, dtype: torch.dtype, k: int, box_tokens: int) -> Any:
-    """A call (address, tokens) that describes x at `at`, with all that does not change made once."""
+def _x_describer(at: int, dtype: torch.dtype, k: int, box_tokens: int, slices: int | None) -> Any:
+    """A call (address, tokens) that describes x at `at`, with all that does not change made once.
+
+    A copy takes 128 bytes of so many tokens, and with `slices` so many times, one slice after the other.
+    """
     encode = nvrtc.driver().cuTensorMapEncodeTiled
-    sizes, pitch = (ctypes.c_uint64 * 2)(k, 0), (ctypes.c_uint64 * 1)(dtype.itemsize * k)
-    box, ones = (ctypes.c_uint32 * 2)(128 // dtype.itemsize, box_tokens), (ctypes.c_uint32 * 2)(1, 1)
+    wide = 128 // dtype.itemsize
+    first, pitches, boxes = [k, 0], [dtype.itemsize * k], [wide, box_tokens]
+    if slices:
+        first, pitches, boxes = [wide, 0, k // wide], [*pitches, 128], [*boxes, slices]
+    rank = len(first)
+    sizes, pitch = (ctypes.c_uint64 * rank)(*first), (ctypes.c_uint64 * (rank - 1))(*pitches)
+    box, ones = (ctypes.c_uint32 * rank)(*boxes), (ctypes.c_uint32 * rank)(*[1] * rank)
     target, address_of_x, last = ctypes.c_void_p(at), ctypes.c_void_p(), (0, 0)
     element, swizzle = _ELEMENT[dtype], _SWIZZLE_128
 
@@ -206,7 +212,7 @@ def _x_describer(at: int, dtype: torch.dtype, k: int, box_tokens: int) -> Any:
             return
         sizes[1] = tokens
         address_of_x.value = address
-        given = (target, element, 2, address_of_x, sizes, pitch, box, ones, 0, swizzle, 2, 0)
+        given = (target, element, rank, address_of_x, sizes, pitch, box, ones, 0, swizzle, 2, 0)
         status = encode(*given)
         if status:
             nvrtc.try_again(status, "cuTensorMapEncodeTiled", encode, *given)

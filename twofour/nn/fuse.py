@@ -31,7 +31,7 @@ from twofour.nn.fuse_norm import FusedNorm, as_fused_norm
 from twofour.nn.fuse_rope import fuse_rope_, unfuse_rope_
 from twofour.nn.modules import SparseLinear, watched
 from twofour.nn.quantized import QuantizedLinear
-from twofour.packed import Packed24, as_rows
+from twofour.packed import Packed24
 
 #: How far a fused MLP may be from the module it replaces, relative. A wrong guess is off by about 1.
 TOLERANCE = 0.05
@@ -114,12 +114,13 @@ class FusedLinear(SparseLinear):
         self.names = list(layers)
         self.sizes = [part.out_features for part in parts]
         self.layer_names = [part.layer.name for part in parts]
-        scales = [part.weight_scale for part in parts]
+        stored = [part.packed for part in parts]
+        scales = [packed.scale.detach() for packed in stored if packed.scale is not None]
         packed = Packed24(
-            torch.cat([part.weight_values.detach() for part in parts]),
-            torch.cat([as_rows(part.weight_meta.detach()) for part in parts]),
+            torch.cat([packed.values.detach() for packed in stored]),
+            torch.cat([packed.meta.detach() for packed in stored]),
             first.in_features,
-            None if first.weight_scale is None else torch.cat([s.detach() for s in scales if s is not None]),
+            torch.cat(scales) if scales else None,
         )
         bias = None
         if has_bias:
@@ -132,7 +133,7 @@ class FusedLinear(SparseLinear):
 
     def split(self) -> list[SparseLinear]:
         """The layers that this one was made of."""
-        made = []
+        made, whole = [], self.packed
         for i, (start, stop) in enumerate(self.ranges):
             options: dict[str, Any] = {"name": self.layer_names[i], "memory": self.memory, "device": "meta"}
             shape = (self.in_features, stop - start, self._has_bias[i])
@@ -141,11 +142,8 @@ class FusedLinear(SparseLinear):
                 if self.scheme is None
                 else QuantizedLinear(*shape, scheme=self.scheme, **options)
             )
-            scale = None if self.weight_scale is None else self.weight_scale[start:stop].clone()
-            values, meta = (
-                self.weight_values[start:stop].clone(),
-                as_rows(self.weight_meta)[start:stop].clone(),
-            )
+            scale = None if whole.scale is None else whole.scale[start:stop].clone()
+            values, meta = whole.values[start:stop].clone(), whole.meta[start:stop].clone()
             bias = self.bias[start:stop].detach() if self.bias is not None and self._has_bias[i] else None
             layer._set_packed(Packed24(values, meta, self.in_features, scale), bias)
             made.append(layer.train(self.training))

@@ -19,8 +19,8 @@ How much memory a layer may use is its `memory`:
 What is kept beside the packed form is never in the state dict. cuSPARSELt is a little ahead of our kernels
 for thousands of tokens and wants its own form: our values, then positions in an order of its own.
 `weight_values` becomes a view into it. So does `weight_meta` on Hopper, if rows and columns fit: our kernels
-read positions in that order too (packed.py). Elsewhere these are there twice. The state dict has them row by
-row in any case.
+read positions in that order too (packed.py). Elsewhere these are there twice. Weights of 4 bits lie in the
+order of their kernel on Hopper (streamed.py), in any `memory`. The state dict has all as files have them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from torch.nn import functional as F
 from twofour import kernels, ops
 from twofour.errors import InputError
 from twofour.kernels import cusparselt
-from twofour.packed import BITS, Packed24, as_rows, ordered_shape, pack, packed_shapes, validate
+from twofour.packed import BITS, Packed24, as_stored, ordered_shape, pack, packed_shapes, validate
 from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
+from twofour.streamed import is_streamed, stream
 
 Memory = Literal["auto", "fast", "small"]
 
@@ -91,13 +92,13 @@ class PackedModule(nn.Module):
         self.bias = nn.Parameter(torch.zeros(layer.rows, device=device, dtype=dtype)) if bias else None
         self.register_buffer("dense_weight", None, persistent=False)
         self.register_buffer("compressed_weight", None, persistent=False)
-        self.register_state_dict_post_hook(_positions_by_rows)
+        self.register_state_dict_post_hook(_as_stored)
         self.memory: Memory = memory
 
     @property
     def packed(self) -> Packed24:
-        meta = as_rows(self.weight_meta)
-        return Packed24(self.weight_values, meta, self.layer.columns, self.weight_scale)
+        values, meta, scale = as_stored(self.weight_values, self.weight_meta, self.weight_scale)
+        return Packed24(values, meta, self.layer.columns, scale)
 
     @property
     def rounds_activations(self) -> bool:
@@ -138,6 +139,8 @@ class PackedModule(nn.Module):
         """Keep or drop derived forms as `memory` says, for the device that the tensors are on now."""
         self._drop_derived()
         device = self.weight_values.device.type
+        if device == "cuda":
+            self._stream()
         if device == "meta" or self.memory == "small":
             return
         if self._keeps_dense(device):
@@ -158,7 +161,13 @@ class PackedModule(nn.Module):
         if self.compressed_weight is not None:
             self.weight_values.data = self.weight_values.detach().clone()  # out of the memory they shared
             self.compressed_weight = None
-        self.weight_meta.data = as_rows(self.weight_meta.detach())
+        stored = as_stored(self.weight_values.detach(), self.weight_meta.detach(), self.weight_scale)
+        self._set_data(*stored)
+
+    def _set_data(self, values: Tensor, meta: Tensor, scale: Tensor | None) -> None:
+        self.weight_values.data, self.weight_meta.data = values, meta
+        if scale is not None and self.weight_scale is not None:
+            self.weight_scale.data = scale.detach()
 
     def _dense_pays(self) -> bool:
         """Whether the dense weight is ever the fastest on the GPU: no sparse kernel runs a convolution."""
@@ -166,6 +175,9 @@ class PackedModule(nn.Module):
 
     def _compress(self) -> None:
         """Make cuSPARSELt's form where it can be used, and let the values live in it."""
+
+    def _stream(self) -> None:
+        """Put the tensors in threads' order where a kernel wants that."""
 
     def _memory_to_spare(self) -> bool:
         import psutil
@@ -205,16 +217,16 @@ class PackedModule(nn.Module):
             self.weight_values.data = self.weight_values.data.view(self.scheme.stored)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy. cuSPARSELt's form is one GPU's own, and others live in its memory: the
-        copy gets what is stored, and makes its own."""
+        """For pickle and deepcopy. cuSPARSELt's form is one GPU's own, and others live in its memory; so is
+        threads' order. The copy gets what is stored, and makes its own."""
         state = self.__dict__.copy()
-        if self.compressed_weight is not None:
+        if self.compressed_weight is not None or is_streamed(self.weight_meta):
             state["_buffers"] = {**self._buffers, "compressed_weight": None}
-            state["_parameters"] = {
-                **self._parameters,
-                "weight_values": _frozen(self.weight_values.detach().clone()),
-                "weight_meta": _frozen(as_rows(self.weight_meta.detach())),
-            }
+            packed = self.packed
+            stored = {"weight_values": packed.values.clone(), "weight_meta": packed.meta}
+            stored |= {} if packed.scale is None else {"weight_scale": packed.scale}
+            frozen = {name: _frozen(tensor.detach()) for name, tensor in stored.items()}
+            state["_parameters"] = {**self._parameters, **frozen}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -223,7 +235,7 @@ class PackedModule(nn.Module):
             self.settle()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._drop_derived()  # files have the positions row by row
+        self._drop_derived()  # files have the tensors in their own order
         super()._load_from_state_dict(*args, **kwargs)
         self.settle()
 
@@ -309,6 +321,15 @@ class SparseLinear(PackedModule):
             if (self.memory == "fast" or not own_kernel) and torch.equal(front, values):
                 self.compressed_weight, values.data = compressed, front
 
+    def _stream(self) -> None:
+        values, scale = self.weight_values.detach(), self.weight_scale
+        if scale is None:
+            return
+        of = (self.out_features, self.in_features, scale.dtype, values.device, values.dtype, scale.shape[1])
+        if kernels.dispatch_codes.wants_stream(*of):
+            with torch.inference_mode(False), torch.no_grad():
+                self._set_data(*stream(values, self.weight_meta.detach(), scale.detach()))
+
     def forward(self, x: Tensor) -> Tensor:
         x = self._input(x)
         packed = self._operands(x)
@@ -383,10 +404,13 @@ def _are_packed(values: Tensor, meta: Tensor, dense: Tensor) -> bool:
     return torch.equal(ops.unpack(values, meta, None, dense.shape[1]), dense)
 
 
-def _positions_by_rows(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Positions as they are stored, however they lie in memory."""
-    if (meta := state.get(f"{prefix}weight_meta")) is not None:
-        state[f"{prefix}weight_meta"] = as_rows(meta)
+def _as_stored(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """The packed tensors as files have them, however they lie in memory."""
+    names = [prefix + name for name in ("weight_values", "weight_meta", "weight_scale")]
+    values, meta, scale = (state.get(name) for name in names)
+    if values is not None and meta is not None:
+        stored = zip(names, as_stored(values, meta, scale), strict=True)
+        state.update({name: tensor for name, tensor in stored if tensor is not None})
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -166,5 +166,7 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
 #pragma unroll
   for (int j = 0; j < PLACES; ++j) asm volatile("" : "+r"(even[j]), "+r"(odd[j])::"memory");
 
-  finish(sum, gathered, place, y, bias, n, tokens, row_scale, token_scales);
+  static_assert(!GATED || SHARE % 4 == 0, "a block finishes both sums of an output");
+  gather(sum, gathered, place);
+  write(sum, place, y, bias, n, tokens, row_scale, token_scales);
 }

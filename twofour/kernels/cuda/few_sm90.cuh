@@ -19,6 +19,10 @@ struct Place {
     first = steps * rank / SPLIT;
     count = steps * (rank + 1) / SPLIT - first;
   }
+  // Of accumulator j of the tile: its token.
+  __device__ __forceinline__ int token_of(int j) const {
+    return first_token + 8 * (j / 4) + 2 * (threadIdx.x % 4) + j % 2;
+  }
 };
 
 // Rows of W: block number `block` of them, from column x on.
@@ -32,27 +36,23 @@ __device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int x, i
 
 #if CODES
 // Called by every thread that multiplies, at its beginning: the scales of the block's tokens, which the kernel before has
-// made, into shared memory. `finish` waits for all of them.
+// made, into shared memory. `write` waits for all of them.
 __device__ __forceinline__ void fetch_scales(float* token_scales, const float* from, int count) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   for (int i = threadIdx.x; i < TOKENS; i += CONSUMERS) token_scales[i] = i < count ? load_fresh(from + i) : 1.f;
 }
 #endif
 
-// Called by every thread that multiplies: add up with the other blocks of the cluster through `gathered`
-// ([SPLIT][SHARE][CONSUMERS], in shared memory), in a fixed order, then scale, add the bias, perhaps gate, and write.
-__device__ __forceinline__ void finish(Sum (&sum)[ACCUMULATORS], Sum* gathered, const Place& place,
-                                       u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
-                                       const u16* __restrict__ row_scale, const float* token_scales) {
-  const int rank = place.rank, block = place.block, first_token = place.first_token;
-  const int warp = threadIdx.x / 32, group = warp / 4, lane = threadIdx.x % 32;
+// Called by every thread that has sums: add up with the other blocks of the cluster through `gathered`
+// ([SPLIT][SHARE][CONSUMERS], in shared memory), in a fixed order.
+__device__ __forceinline__ void gather(Sum (&sum)[ACCUMULATORS], Sum* gathered, const Place& place) {
   if (SPLIT > 1) {
     cluster_wait();  // all blocks have started, so their shared memory is there
     // Every block sends each other block that one's share of the sums, then adds up what it was sent.
 #pragma unroll
     for (int to = 0; to < SPLIT; ++to) {
       u32 there;
-      const u32 here = shared_address(gathered + (rank * SHARE) * CONSUMERS + threadIdx.x);
+      const u32 here = shared_address(gathered + (place.rank * SHARE) * CONSUMERS + threadIdx.x);
       asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(to));
 #pragma unroll
       for (int j = 0; j < SHARE; ++j)
@@ -68,15 +68,19 @@ __device__ __forceinline__ void finish(Sum (&sum)[ACCUMULATORS], Sum* gathered, 
       sum[j] = total;
     }
   }
+}
 
+// Then: scale, add the bias, perhaps gate, and write.
+__device__ __forceinline__ void write(const Sum (&sum)[ACCUMULATORS], const Place& place, u16* __restrict__ y,
+                                      const u16* __restrict__ bias, int n, int tokens,
+                                      const u16* __restrict__ row_scale, const float* token_scales) {
+  const int rank = place.rank, block = place.block, first_token = place.first_token;
+  const int warp = threadIdx.x / 32, group = warp / 4, lane = threadIdx.x % 32;
 #if CODES
   asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 #endif
-  // Of accumulator j of the tile: its token, and the scale of that.
-  auto token_of = [&](int j) { return first_token + 8 * (j / 4) + 2 * (lane % 4) + j % 2; };
   auto scale_of = [&](int token) { return CODES ? token_scales[token - first_token] : 1.f; };
 #if GATED
-  static_assert(SHARE % 4 == 0, "a block finishes both sums of an output");
   const int at = block * (ROWS / 2) + 32 * group + 8 * (warp % 4) + lane / 4;
   const float low = bias && at < n ? from_16_bit(bias[at]) : 0.f;
   const float high = bias && at < n ? from_16_bit(bias[n + at]) : 0.f;
@@ -85,7 +89,7 @@ __device__ __forceinline__ void finish(Sum (&sum)[ACCUMULATORS], Sum* gathered, 
 #pragma unroll
   for (int i = 0; i < SHARE; ++i) {
     if (i % 4 > 1) continue;  // beside, used with its gate
-    const int token = token_of(rank * SHARE + i);
+    const int token = place.token_of(rank * SHARE + i);
     const float scale = scale_of(token);
     const float out = activate(sum[i] * (scale * low_scale) + low) * (sum[i + 2] * (scale * high_scale) + high);
     if (token < tokens && at < n) y[(long long)token * n + at] = to_16_bit(out);
@@ -98,7 +102,7 @@ __device__ __forceinline__ void finish(Sum (&sum)[ACCUMULATORS], Sum* gathered, 
   const float high_scale = CODES && at + 8 < n ? from_16_bit(row_scale[at + 8]) : 1.f;
 #pragma unroll
   for (int i = 0; i < SHARE; ++i) {
-    const int j = rank * SHARE + i, token = token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
+    const int j = rank * SHARE + i, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
     const float scale = scale_of(token) * (j % 4 < 2 ? low_scale : high_scale);
     if (token < tokens && here < n)
       y[(long long)token * n + here] = to_16_bit(sum[i] * scale + (j % 4 < 2 ? low : high));

@@ -38,3 +38,14 @@ __device__ __forceinline__ u32 four_bit_numbers(u32 word, u32 byte) {
   return two(and_xor(apart, 0x000F000F, 0x43084308), 0x3F803F80, 0xC308C308);
 #endif
 }
+
+// The two 4-bit codes at bits 4·`number` of both halves of a word.
+__device__ __forceinline__ u32 four_bit_pair(u32 word, int number) {
+#if FP16
+  const u32 near = number < 2 ? word : word >> 8;
+  if (number % 2) return two(and_xor(near, 0x00F000F0, 0x64806480), 0x2C002C00, 0xD480D480);
+  return two(and_xor(near, 0x000F000F, 0x64086408), 0x3C003C00, 0xE408E408);
+#else
+  return two(and_xor(word >> 4 * number, 0x000F000F, 0x43084308), 0x3F803F80, 0xC308C308);
+#endif
+}

@@ -55,6 +55,15 @@ __device__ __forceinline__ void copy_tile_to(u32 to, const TensorMap* map, int x
       "l"(policy), "h"(blocks)
       : "memory");
 }
+// Slices of 64 columns, one after the other, from number `slice` on.
+__device__ __forceinline__ void copy_slices(u32 to, const TensorMap* map, int row, int slice, u32 barrier,
+                                            u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(row), "r"(slice), "r"(barrier),
+      "l"(policy)
+      : "memory");
+}
 // Rows of a gate and of the matrix beside it in turns, eight at a time: the map has the dimensions (column, row
 // of eight, which of the two matrices, eight rows), so the copy engine interleaves them on the way.
 __device__ __forceinline__ void copy_pairs(u32 to, const TensorMap* map, int x, int eights, u32 barrier,
@@ -71,6 +80,14 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int b, in
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%7, %2, %3, %4, %7}], [%5], %6;" ::"r"(to), "l"(map), "r"(b), "r"(c), "r"(d), "r"(barrier),
       "l"(policy), "r"(0)
+      : "memory");
+}
+// Neighbouring bytes, a multiple of 16.
+__device__ __forceinline__ void copy_bytes(u32 to, const char* from, int bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
 __device__ __forceinline__ void cluster_arrive() {
