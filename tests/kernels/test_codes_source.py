@@ -61,16 +61,17 @@ def test_rounding_tokens_compiles(architecture, codes, dtype, k, tmp_path):
 
 @nvcc
 @pytest.mark.parametrize(
-    ("architecture", "codes", "dtype", "scales"),
+    ("architecture", "codes", "dtype", "scales", "streamed"),
     [
-        ("80", FOUR_BIT, torch.bfloat16, 32),
-        ("80", FP8, torch.float16, 1),
-        ("89", INT8, torch.bfloat16, 1),
-        ("90a", FOUR_BIT, torch.float16, 128),
+        ("80", FOUR_BIT, torch.bfloat16, 32, False),
+        ("80", FP8, torch.float16, 1, False),
+        ("89", INT8, torch.bfloat16, 1, False),
+        ("90a", FOUR_BIT, torch.float16, 128, False),
+        ("90a", FOUR_BIT, torch.bfloat16, 32, True),
     ],
 )
-def test_widening_compiles(architecture, codes, dtype, scales, tmp_path):
-    said = compiled(widen.source(4096, scales, dtype, codes), architecture, tmp_path)
+def test_widening_compiles(architecture, codes, dtype, scales, streamed, tmp_path):
+    said = compiled(widen.source(4096, scales, dtype, codes, streamed), architecture, tmp_path)
     assert "warning" not in said
     assert "0 bytes spill stores, 0 bytes spill loads" in said
 

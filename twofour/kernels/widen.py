@@ -15,7 +15,7 @@ from twofour.kernels import nvrtc
 from twofour.kernels.ampere import architecture
 from twofour.kernels.nvrtc import cuda_text
 from twofour.packed import FOUR_BIT, scale_group
-from twofour.streamed import is_streamed
+from twofour.streamed import ROWS, is_streamed
 
 _CODES = {torch.float8_e4m3fn: 1, torch.int8: 2, FOUR_BIT: 3}
 _STREAMED = 4  # FOUR_BIT in threads' order
@@ -37,9 +37,12 @@ def widen(values: Tensor, meta: Tensor, scale: Tensor, k: int) -> tuple[Tensor, 
     """The values [n, k/2] of the dequantized matrix, in the type of the scales, and its positions by rows."""
     n, streamed = values.shape[0], is_streamed(meta)
     out = torch.empty(n, k // 2, dtype=scale.dtype, device=values.device)
-    by_rows = torch.empty(n, k // 8, dtype=torch.uint8, device=meta.device) if streamed else meta
     run = _kernel(k, scale.shape[1], scale.dtype, values.dtype, streamed, values.device.index)
-    run(values, meta, scale, out, by_rows)
+    if not streamed:
+        run(-(-out.numel() // (8 * _THREADS)), values, scale, out, out.numel() // 8)
+        return out, meta
+    by_rows = torch.empty(n, k // 8, dtype=torch.uint8, device=meta.device)
+    run(n // ROWS * scale.shape[1], values, scale, out, meta, by_rows)
     return out, by_rows
 
 
@@ -55,24 +58,22 @@ def source(k: int, scales: int, dtype: torch.dtype, codes: torch.dtype, streamed
 @cache
 def _kernel(
     k: int, scales: int, dtype: torch.dtype, codes: torch.dtype, streamed: bool, device: int
-) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+) -> Callable[..., None]:
+    """A call (blocks, tensors or numbers …)."""
     where = torch.device("cuda", device)
     text = source(k, scales, dtype, codes, streamed)
     function = nvrtc.load(text, architecture(where), "widen", 0, device)
-    lock = threading.Lock()
-    pointers, chunks = (ctypes.c_uint64 * 5)(), ctypes.c_int64()
-    at = ctypes.addressof(pointers)
-    given = (at, at + 8, at + 16, ctypes.addressof(chunks), at + 24, at + 32)
-    arguments: Any = (ctypes.c_void_p * 6)(*given)
+    lock, words = threading.Lock(), (ctypes.c_uint64 * 5)()
+    at = ctypes.addressof(words)
+    arguments: Any = (ctypes.c_void_p * 5)(*range(at, at + 40, 8))
     early = torch.cuda.get_device_capability(where) >= (9, 0)
-    launch = nvrtc.launcher(function, _THREADS, 0, arguments, early=early)
+    launch = nvrtc.launcher(function, 128 if streamed else _THREADS, 0, arguments, early=early)
 
-    def run(values: Tensor, meta: Tensor, scale: Tensor, out: Tensor, by_rows: Tensor) -> None:
+    def run(blocks: int, *given: Tensor | int) -> None:
         stream = torch._C._cuda_getCurrentRawStream(device)
         with lock:  # the driver copies the arguments before it returns
-            pointers[0], pointers[1], pointers[2] = values.data_ptr(), scale.data_ptr(), out.data_ptr()
-            pointers[3], pointers[4] = meta.data_ptr(), by_rows.data_ptr()
-            chunks.value = out.numel() // 8
-            launch(-(-chunks.value // _THREADS), stream)
+            for i, own in enumerate(given):
+                words[i] = own if isinstance(own, int) else own.data_ptr()
+            launch(blocks, stream)
 
     return run

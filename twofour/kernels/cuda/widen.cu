@@ -18,9 +18,9 @@ __device__ __forceinline__ float number(u32 code) {
 #endif
 }
 
+#if CODES < 4
 extern "C" __global__ void __launch_bounds__(256)
-widen(const u8* __restrict__ codes, const u16* __restrict__ scales, uint4* __restrict__ out, long long chunks,
-      const u16* __restrict__ positions, u16* __restrict__ by_rows) {
+widen(const u8* __restrict__ codes, const u16* __restrict__ scales, uint4* __restrict__ out, long long chunks) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 #endif
@@ -28,27 +28,13 @@ widen(const u8* __restrict__ codes, const u16* __restrict__ scales, uint4* __res
   if (chunk >= chunks) return;
   const long long row = chunk / CHUNKS;
   const int first = (int)(chunk % CHUNKS) * 8;
-  float value[8];
-#if CODES == 4  // a chunk is 16 columns: number j of a group's eight
-  const int group = first / 64, j = first % 64 / 8, half = row / 8 % 2, pair = row % 64 / 16 * 8 + row % 8;
-  const long long piece = row / 64 * SCALES + group;
-  const float scale = from_16_bit(scales[(piece * 32 + pair) * 2 + half]);
-  const int at = 4 * (2 * (j % 2) + half);
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    const u32 read = ((const u32*)codes)[(piece * 128 + 4 * pair + q) * 4 + j / 2];
-    value[2 * q] = number(read >> at & 15) * scale;
-    value[2 * q + 1] = number(read >> (16 + at) & 15) * scale;
-  }
-  by_rows[chunk] = positions[(piece * 128 + 4 * pair + j % 4) * 4 + 2 * (j / 4) + half];
-#else
   const float scale = from_16_bit(scales[row * SCALES + first / PER_SCALE]);
-#endif
+  float value[8];
 #if CODES == 3
   const u32 read = ((const u32*)codes)[chunk];
 #pragma unroll
   for (int i = 0; i < 8; ++i) value[i] = number(read >> 4 * i & 15) * scale;
-#elif CODES < 3
+#else
   const uint2 read = ((const uint2*)codes)[chunk];
 #pragma unroll
   for (int i = 0; i < 8; ++i) value[i] = number((i < 4 ? read.x : read.y) >> 8 * (i % 4) & 255) * scale;
@@ -58,3 +44,48 @@ widen(const u8* __restrict__ codes, const u16* __restrict__ scales, uint4* __res
   for (int i = 0; i < 4; ++i) two[i] = to_16_bit(value[2 * i]) | (u32)to_16_bit(value[2 * i + 1]) << 16;
   out[chunk] = make_uint4(two[0], two[1], two[2], two[3]);
 }
+
+#else
+// A block has a piece of 64 rows × 128 columns, a warp 16 of the rows. Each thread reads what is its own in threads' order, and
+// by way of shared memory the warp writes rows.
+extern "C" __global__ void __launch_bounds__(128)
+widen(const uint4* __restrict__ codes, const u32* __restrict__ scales, uint4* __restrict__ out, const uint2* __restrict__ positions,
+      uint4* __restrict__ by_rows) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+#endif
+  alignas(16) __shared__ u32 values_of[4][16][36];  // four words more than a row has: eight rows are in different banks
+  alignas(16) __shared__ u16 places_of[4][16][8];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
+  const long long piece = blockIdx.x;
+  const uint4 words = codes[piece * 128 + threadIdx.x];
+  const uint2 places = positions[piece * 128 + threadIdx.x];
+  const u32 both = scales[piece * 32 + 8 * warp + r];
+  const float scale[2] = {from_16_bit((u16)both), from_16_bit((u16)(both >> 16))};
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    const u32 word = p == 0 ? words.x : p == 1 ? words.y : p == 2 ? words.z : words.w;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 left = to_16_bit(number(word >> 4 * i & 15) * scale[i % 2]);
+      const u32 right = to_16_bit(number(word >> (16 + 4 * i) & 15) * scale[i % 2]);
+      values_of[warp][r + 8 * (i % 2)][4 * (2 * p + i / 2) + q] = left | right << 16;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const u32 word = h ? places.y : places.x;
+    places_of[warp][r][4 * h + q] = (u16)word;
+    places_of[warp][r + 8][4 * h + q] = (u16)(word >> 16);
+  }
+  __syncwarp();
+  const long long row = piece / SCALES * 64 + 16 * warp;
+  const int group = (int)(piece % SCALES);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int own = 4 * i + lane / 8, part = lane % 8;
+    out[(row + own) * CHUNKS + 8 * group + part] = *(const uint4*)&values_of[warp][own][4 * part];
+  }
+  if (lane < 16) by_rows[(row + lane) * SCALES + group] = *(const uint4*)places_of[warp][lane];
+}
+#endif
