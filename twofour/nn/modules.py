@@ -20,7 +20,7 @@ What is kept beside the packed form is never in the state dict. cuSPARSELt is a 
 for thousands of tokens and wants its own form: our values, then positions in an order of its own.
 `weight_values` becomes a view into it. So does `weight_meta` on Hopper, if rows and columns fit: our kernels
 read positions in that order too (packed.py). Elsewhere these are there twice. Weights of 4 bits lie in the
-order of their kernel on Hopper (streamed.py), in any `memory`. The state dict has all as files have them.
+order of their kernel on Hopper (streamed.py), unless "small". The state dict has all as files have them.
 """
 
 from __future__ import annotations
@@ -139,8 +139,6 @@ class PackedModule(nn.Module):
         """Keep or drop derived forms as `memory` says, for the device that the tensors are on now."""
         self._drop_derived()
         device = self.weight_values.device.type
-        if device == "cuda":
-            self._stream()
         if device == "meta" or self.memory == "small":
             return
         if self._keeps_dense(device):
@@ -148,6 +146,7 @@ class PackedModule(nn.Module):
                 self.dense_weight = self.unpacked()
         if device == "cuda":
             self._compress()
+            self._stream()
 
     def _keeps_dense(self, device: str) -> bool:
         if self.rounds_activations:
