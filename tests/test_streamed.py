@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.kernels.test_quantized_decode_emulated import random_weight
 from twofour import kernels
+from twofour.kernels import reference
 from twofour.nn import fuse_, unfuse_
 from twofour.nn.fuse import FusedLinear
 from twofour.nn.quantized import QuantizedLinear
@@ -145,3 +146,24 @@ def test_gradients_reach_the_input():
             made._stream()
         made(x).sum().backward()
     assert torch.equal(plain.grad, streamed.grad)
+
+
+@pytest.mark.usefixtures("_wanted")
+def test_the_reference_takes_strips_of_it(monkeypatch):
+    monkeypatch.setattr(reference, "STRIP", 48 * 256)
+    made, x = layer(192), torch.randn(2, 256).bfloat16()
+    y = made(x)
+    made._stream()
+    torch.testing.assert_close(made(x), y)
+
+
+@pytest.mark.usefixtures("_wanted")
+def test_what_is_put_back_in_inference_mode_serves_training_too():
+    made = layer()
+    made._stream()
+    with torch.inference_mode():
+        made.set_memory("small")
+    assert not is_streamed(made.weight_meta)
+    x = torch.randn(1, 256).bfloat16().requires_grad_()
+    made(x).sum().backward()
+    assert x.grad is not None

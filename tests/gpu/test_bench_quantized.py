@@ -55,7 +55,7 @@ def test_tuned_choices_are_used(name, monkeypatch, tmp_path):
             assert row["refused"] == []
             assert row["dense_ms"] > 0
             fastest = next(iter(row["best"]))
-            of = (scheme.stored, scheme.scale_width(2048), scheme.rounds_activations)
+            of = (scheme.stored, scheme.scale_width(2048), scheme.rounds_activations, None, name == "int4")
             product = dispatch_codes.Product(1024, 2048, row["tokens"], torch.bfloat16, 0, *of)
             chosen = dispatch_codes.choose(product)
             assert chosen.backend == fastest

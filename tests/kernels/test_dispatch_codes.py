@@ -182,6 +182,13 @@ def test_a_weight_in_threads_order_goes_by_no_other_kernel_unless_forced():
     assert {c.backend for c in dispatch_codes.candidates(one)} == {"decode4"}
 
 
+def test_a_configuration_that_no_longer_fits_is_passed_over():
+    large = hopper.Decode4(16, 4, 1, 512, 8)
+    assert large.resident == 0
+    tuning.remember(INT4.key, 0, [{"backend": "decode4", "config": hopper.as_dict(large), "ms": 0.01}])
+    assert hopper.from_dict(choose(INT4).config) in hopper.configs4(16)
+
+
 def test_which_weights_lie_in_threads_order():
     def wanted(n=3072, k=4096, dtype=torch.bfloat16, device="cuda:0", stored=FOUR_BIT, scales=32):
         return dispatch_codes.wants_stream(n, k, dtype, torch.device(device), stored, scales)

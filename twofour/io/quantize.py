@@ -39,7 +39,7 @@ from twofour.quantize import Rounding, Scheme, quantize_matrix, scheme_named
 from twofour.quantize.blocks import Rounded, quantize_blocks, relative_error
 from twofour.quantize.rounding import require_two_four
 from twofour.quantize.smooth import Smoothing
-from twofour.quantize.tune import TUNING, TUNING_TO_TEACHER
+from twofour.quantize.tune import TUNING, TUNING_TO_DENSE
 from twofour.select import Layer, require_layers, select
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -68,7 +68,8 @@ class QuantizeOptions:
 
     @property
     def tuning(self) -> Reconstruct | None:
-        return (TUNING if self.teacher is None else TUNING_TO_TEACHER) if self.tune else None
+        to_dense = self.teacher is not None or self.rounding == "joint"
+        return (TUNING_TO_DENSE if to_dense else TUNING) if self.tune else None
 
     def settled(self, has_text: bool) -> tuple[Scheme, Rounding, bool]:
         """What it comes to, after refusing what cannot be."""

@@ -192,7 +192,7 @@ def choose(product: Product) -> Choice:
     """The choice for a product, from the first source that has one which can run."""
     name = dispatch.forced()
     usable = [way for way in WAYS if why_not(way, product) is None]
-    known = [choice for choice in _known(product) if choice.backend in usable]
+    known = [choice for choice in _known(product) if choice.backend in usable and _fits(choice)]
     if name:
         usable = [way for way in usable if way in _FORCED.get(name, ())]
         if not usable:
@@ -204,6 +204,12 @@ def choose(product: Product) -> Choice:
         guess = _rule_of_thumb(product, usable[0])
         known = [choice for choice in [*known, guess] if _gates(product, choice)] or known
     return known[0] if known else _rule_of_thumb(product, usable[0])
+
+
+def _fits(choice: Choice) -> bool:
+    """Whether a multiprocessor can hold a block: tables from before threads' order may say what cannot."""
+    config = hopper.from_dict(choice.config) if choice.backend == "decode4" else None
+    return not isinstance(config, hopper.Decode4) or config.resident > 0
 
 
 def _gates(product: Product, choice: Choice) -> bool:
@@ -291,7 +297,7 @@ def runner(product: Product, choice: Choice | None = None) -> Run:
     if choice.backend == "decode":
         launches = quantized_decode.Launches(
             *(n, k, dtype, product.codes, product.group),
-            *(quantized_decode.Config(**choice.config), device),
+            *(quantized_decode.Config(**choice.config), device, not product.streamed),
         )
 
         def decode(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

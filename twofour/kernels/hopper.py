@@ -1,9 +1,10 @@
-"""Hopper: the kernels of cuda/*_sm90.cu, which read the packed tensors as they are.
+"""Hopper: the kernels of cuda/*_sm90.cu, which read the packed tensors as they lie in memory.
 
 `Decode` is for few tokens, `Prefill` for many; `Decode8` and `Prefill8` are for operands that are both codes
 of 8 bits, `Decode4` is for weights of 4 bits. Each describes how its kernel is compiled. The row pitch of
 positions must be a multiple of 16 bytes for the copy engine, so k must be a multiple of 128. Nothing is
-repacked (hopper_launch.py has what is kept per layer). hopper_source.py makes their sources.
+repacked, but weights of 4 bits have an order of their own (streamed.py). hopper_launch.py has what is kept
+per layer, hopper_source.py makes their sources.
 
 Both can end with a gated activation: for a weight of two matrices, gate above beside,
 y = activate(x·gateᵀ) * (x·besideᵀ).

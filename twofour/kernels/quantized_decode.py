@@ -235,8 +235,17 @@ class Launches:
     """The launches of one shape under one configuration: the addresses and the tokens are set at each."""
 
     def __init__(
-        self, n: int, k: int, dtype: torch.dtype, codes: Codes, group: int | None, config: Config, device: int
+        self,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        codes: Codes,
+        group: int | None,
+        config: Config,
+        device: int,
+        early: bool = True,
     ) -> None:
+        """`early`: the kernel asks for the weight before the kernel before it has ended."""
         self.n, self.k, self.dtype, self.config, self.device = n, k, dtype, config, device
         where = torch.device("cuda", device)
         text, shared = source(config, dtype, codes, group), config.shared_bytes(codes, group)
@@ -249,7 +258,7 @@ class Launches:
         arguments = [*range(at, at + 48, 8), *range(number, number + 20, 4)]
         self.arguments = (ctypes.c_void_p * len(arguments))(*arguments)
         # The kernel waits for the one before it itself only where the hardware has a word for that.
-        early = torch.cuda.get_device_capability(where) >= (9, 0)
+        early = early and torch.cuda.get_device_capability(where) >= (9, 0)
         self.launch = nvrtc.launcher(function, config.threads, shared, self.arguments, early=early)
 
     def run(

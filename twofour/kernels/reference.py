@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from twofour.ops import library
-from twofour.packed import unpack
+from twofour.packed import as_stored, unpack
 from twofour.quantize.activations import round_tokens
 
 #: Weights that are floating point at the same time.
@@ -46,6 +46,8 @@ def linear(
     bias = None if bias is None else bias.to(x.dtype)
     if scale is None:
         return F.linear(x, unpack(values, meta, columns, dtype=x.dtype), bias)
+    values, meta, scale = as_stored(values, meta, scale)
+    assert scale is not None
     parts = [
         F.linear(x, unpack(values[rows], meta[rows], columns, scale[rows], dtype=x.dtype))
         for rows in _strips(len(values), columns)

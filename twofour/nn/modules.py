@@ -160,8 +160,9 @@ class PackedModule(nn.Module):
         if self.compressed_weight is not None:
             self.weight_values.data = self.weight_values.detach().clone()  # out of the memory they shared
             self.compressed_weight = None
-        stored = as_stored(self.weight_values.detach(), self.weight_meta.detach(), self.weight_scale)
-        self._set_data(*stored)
+        with torch.inference_mode(False), torch.no_grad():
+            stored = as_stored(self.weight_values.detach(), self.weight_meta.detach(), self.weight_scale)
+            self._set_data(*stored)
 
     def _set_data(self, values: Tensor, meta: Tensor, scale: Tensor | None) -> None:
         self.weight_values.data, self.weight_meta.data = values, meta

@@ -25,7 +25,7 @@ from twofour.quantize.activations import as_rounded, round_inputs
 from twofour.quantize.rounding import Quantized, Rounding, quantize_matrix, require_two_four
 from twofour.quantize.schemes import Scheme
 from twofour.quantize.target import Drift, fitted_target
-from twofour.quantize.tune import TUNING_TO_TEACHER, tune_
+from twofour.quantize.tune import TUNING_TO_DENSE, tune_
 from twofour.select import Layer
 
 #: One window of so many says how much of a shift carries over.
@@ -83,7 +83,8 @@ def quantize_blocks(
             matrices = {layer: layer.to_matrix(before[layer]) for layer in stage}
             if block.teacher is not None and drift is not None:
                 aims |= {layer: layer.to_matrix(_weight(block, layer, block.teacher)) for layer in stage}
-            for layer, codes in _round_together(matrices, aims, scheme, rounding, gram, drift, own).items():
+            together = (matrices, aims, scheme, rounding, gram, drift, follow, own)
+            for layer, codes in _round_together(*together).items():
                 rounded[layer], grams[layer] = codes, gram
                 put(block, layer, codes)
                 rounding_inputs(layer)
@@ -114,7 +115,8 @@ def quantize_blocks(
     hooks: list[Any] = []
     here = windows.to(next(model.parameters()).device)
     options |= {"device": device, "restore": restore_and_round, "teacher": teacher}
-    follow = 1.0 if teacher is None else TUNING_TO_TEACHER.follow
+    to_dense = teacher is not None or rounding == "joint"
+    follow = TUNING_TO_DENSE.follow if to_dense else 1.0
     options |= {"follow": None if rounding == "nearest" and tune is None else follow}
     options |= {"batch": None if tune is None else tune.batch(windows)}
     try:
@@ -137,6 +139,7 @@ def _round_together(
     rounding: Rounding,
     gram: Gram,
     drift: Drift | None,
+    follow: float,
     dtypes: Mapping[Layer, torch.dtype],
 ) -> dict[Layer, Quantized]:
     """Layers with the same input as one matrix: rows are rounded for themselves, and columns one by one, so
@@ -151,7 +154,7 @@ def _round_together(
         target = stacked
         if drift is not None:
             aim = torch.cat([aims.get(layer, matrix) for layer, matrix in some.items()])
-            target = fitted_target(stacked, gram, drift, aim, TUNING_TO_TEACHER.follow if aims else 1.0)
+            target = fitted_target(stacked, gram, drift, aim, follow)
         rounded = quantize_matrix(stacked, scheme, rounding, gram, names, dtype, target)
         rows = [len(matrix) for matrix in some.values()]
         parts = zip(some, rounded.codes.split(rows), rounded.scale.split(rows), strict=True)

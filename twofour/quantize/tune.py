@@ -33,11 +33,11 @@ from twofour.select import Layer
 #: One round of three passes: what is left to gain is a fraction of what pruning leaves.
 TUNING = Reconstruct(rounds=1, follow=1.0)
 
-#: Towards a teacher there is as much to gain as pruning leaves, so blocks are tuned as after pruning. Its
-#: `follow`, one half, is also how much of what pruning has changed in their inputs rounded layers repair: to
-#: aim at all of it makes outputs small, for inputs that say little of what they should be are best answered
-#: by little.
-TUNING_TO_TEACHER = PRUNED
+#: Towards a dense model, a teacher or the one that a joint sweep prunes, there is as much to gain as pruning
+#: leaves, so blocks are tuned as after pruning. Its `follow`, one half, is also how much of what pruning has
+#: changed in their inputs rounded layers repair: to aim at all of it makes outputs small, for inputs that say
+#: little of what they should be are best answered by little.
+TUNING_TO_DENSE = PRUNED
 
 
 def tune_(

@@ -4,7 +4,7 @@
 // As in decode_sm90.cu the time is to be the time to read W once: the copy engine brings codes and positions as they are
 // stored, clusters share columns, the next kernel may start early. But 3 bits a weight arrive five times as fast
 // as 16, so what is done per weight must be little:
-// * W comes in threads' order (packed.py): of 64 rows × 128 columns, a thread finds its codes in one piece of 16 bytes, its
+// * W comes in threads' order (streamed.py): of 64 rows × 128 columns, a thread finds its codes in one piece of 16 bytes, its
 //   positions in one of 8, as wgmma.sp takes them, and the scales of its two rows in one of 4. A copy is kilobytes in a row.
 // * Codes become 16-bit numbers in registers, exactly, and wgmma takes its sparse operand A from there; x it reads from
 //   shared memory once for 64 rows. A scale never touches a weight (that would round): it multiplies the sum of the
@@ -24,6 +24,8 @@ constexpr int B_BOX = TOKENS * 128;                                             
 constexpr int B_BYTES = B_BOX * (STEP / 64);
 constexpr int MULTIPLIERS = TEAMS * CONSUMERS;
 static_assert(STAGES % TEAMS == 0, "whoever waits for a stage has seen it full before");
+static_assert((TEAMS - 1) * ACCUMULATORS * CONSUMERS * 4 <= STAGES * (B_BYTES + WARPGROUPS * W_BYTES),
+              "sums that teams hand over lie where the tiles were");
 
 struct Group {  // what the products of a group read while they run
   u32 weights[4][4], places[2];
