@@ -8,13 +8,15 @@ from torch import nn
 
 from tests.quantize.models import TwoBlocks
 from twofour.calibrate.blocks import run_blocks
-from twofour.io.quantize import quantize_
+from twofour.io.quantize import QuantizeOptions, quantize_
 from twofour.nn.quantized import QuantizedLinear
 from twofour.pattern import check_pattern
 from twofour.prune import prune_
+from twofour.quantize import blocks
 from twofour.quantize.activations import as_rounded
 from twofour.quantize.blocks import inputs_in_order
 from twofour.quantize.schemes import SCHEMES
+from twofour.quantize.tune import TUNING, TUNING_TO_DENSE
 from twofour.select import select
 
 SIZE = 32
@@ -108,3 +110,28 @@ def test_a_model_with_experts_is_quantized():
     assert all(check_pattern(m.packed.unpack()).legal for m in layers)
     wanted = before(WINDOWS)
     assert float((rounded(WINDOWS) - wanted).norm() / wanted.norm()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("rounding", "taught", "half"),
+    [("compensated", False, False), ("compensated", True, True), ("joint", False, True)],
+)
+def test_what_pruning_changed_is_repaired_by_half(rounding, taught, half, monkeypatch):
+    """In what was rounded all of it is: without a dense model to come near to, there is nothing else."""
+    followed = []
+
+    def fitted(weight, gram, drift, aim, follow):
+        followed.append(follow)
+        return weight
+
+    monkeypatch.setattr(blocks, "fitted_target", fitted)
+    torch.manual_seed(0)
+    dense, which = TwoBlocks(Block, 32, SIZE).eval(), ["blocks.*.gate", "blocks.*.up", "blocks.*.down"]
+    made = copy.deepcopy(dense)
+    made = made if rounding == "joint" else prune_(made, include=which)
+    teacher = dense if taught else None
+    quantize_(made, "int4", WINDOWS, group=32, rounding=rounding, teacher=teacher, include=which)
+    assert followed
+    assert set(followed) == {0.5 if half else 1.0}
+    options = QuantizeOptions("int4", rounding=rounding, tune=True, teacher=teacher)
+    assert options.tuning == (TUNING_TO_DENSE if half else TUNING)
