@@ -302,7 +302,9 @@ def test_two_bytes_that_change_places_are_noticed(step, monkeypatch):
     def right_with(fault) -> bool:
         try:
             return torch.equal(product(monkeypatch, config, x, packed, fault=fault), right)
-        except AssertionError:  # wgmma_sp refuses positions that no packer writes
+        except AssertionError as error:
+            if "valid pair of positions" not in str(error):  # which wgmma_sp refuses: no packer writes them
+                raise
             return False
 
     assert right_with(None)

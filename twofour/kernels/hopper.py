@@ -295,11 +295,12 @@ def configs8(tokens: int, n: int = 8) -> list[Decode8 | Prefill8]:
 def configs4(tokens: int) -> list[Decode4]:
     """Candidates for weights of 4 bits; beyond 64 tokens they come in several tiles."""
     room = min(_room(tokens), 64)
-    found = []
-    for resident, (warpgroups, teams), split, step in itertools.product(
-        (4, 3, 2, 1), ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)), (1, 2, 4), (256, 512)
-    ):
-        found.append(_fit_of(Decode4, room, warpgroups, split, step, resident, teams=teams))
+    found = [
+        _fit_of(Decode4, room, warpgroups, split, step, resident, teams=teams)
+        for resident, (warpgroups, teams), split, step in itertools.product(
+            (4, 3, 2, 1), ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)), (1, 2, 4), (256, 512)
+        )
+    ]
     # A stage is always the same team's: a barrier tells a phase from the next, not from the one after that.
     whole = [replace(c, stages=c.stages // c.teams * c.teams) for c in found if c is not None]
     return [c for c in dict.fromkeys(whole) if c.stages > 1 and c.resident]

@@ -70,7 +70,7 @@ class Launches:
         """`early`: the kernel asks for the weight before the kernel before it has ended.
         `ordered`: positions lie as cuSPARSELt wants them (packed.py)."""
         self.n, self.k, self.config, self.device, self.early = n, k, config, device, early
-        self.dtype = codes or dtype  # of both operands; weights of 4 bits are bytes, two of them in each
+        self.dtype = codes or dtype  # of both operands; with weights of 4 bits that of x
         self.gated, self.ordered = activation is not None, ordered
         together = ROWS if isinstance(config, Decode4) else 8
         if self.gated and not (config.gates and n % together == 0):
@@ -134,7 +134,8 @@ class _Launch:
         self.device = torch.device("cuda", of.device)
         self.memory = ctypes.create_string_buffer(4 * 128)
         maps = -(-ctypes.addressof(self.memory) // 128) * 128
-        # y, bias, scales of rows and of tokens, memory for sums of parts and the mark that they are there
+        # y, bias, scales of rows and of tokens, memory for sums of parts and the mark that they are there, and
+        # the weight itself
         self.pointers = (ctypes.c_uint64 * 8)(0, 0, 0, 0, 0, _MARK, values, meta)
         four_bit = isinstance(config, Decode4)  # whose weights are copied as they lie
         if not four_bit:
@@ -164,7 +165,7 @@ class _Launch:
         else:  # with k in the place of the tokens' scales where weights have 4 bits
             where += [*range(number + 8, number + 24, 4), at + 16, number + 32 if four_bit else at + 24]
         self.arguments = (ctypes.c_void_p * len(where))(*where)
-        slices = config.step // 64 if isinstance(config, Decode4) else None
+        slices = config.step // 64 if four_bit else None
         self.describe_x = _x_describer(maps + 256, dtype, k, config.x_box, slices)
         self.run = nvrtc.launcher(
             of.function, of.threads, config.shared_bytes, self.arguments, early=of.early
