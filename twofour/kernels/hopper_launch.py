@@ -134,7 +134,7 @@ class _Launch:
         self.device = torch.device("cuda", of.device)
         self.memory = ctypes.create_string_buffer(4 * 128)
         maps = -(-ctypes.addressof(self.memory) // 128) * 128
-        # y, bias, scales of rows and of tokens, memory for sums of parts and the mark that they are there, and
+        # y, bias, scales of rows and tokens, memory for sums of parts and the mark that they are there, and
         # the weight itself
         self.pointers = (ctypes.c_uint64 * 8)(0, 0, 0, 0, 0, _MARK, values, meta)
         four_bit = isinstance(config, Decode4)  # whose weights are copied as they lie
