@@ -8,7 +8,7 @@ import torch
 from tests.gpu.test_quantized_decode import Expected, error
 from tests.kernels.test_quantized_decode import DTYPES
 from tests.kernels.test_quantized_decode_emulated import random_weight
-from twofour.kernels import hopper, hopper_launch, hopper_source, reference
+from twofour.kernels import hopper_choices, hopper_launch, hopper_source, reference
 from twofour.packed import Packed24, pack, to_nibbles
 from twofour.streamed import is_streamed, stream
 
@@ -30,7 +30,7 @@ def candidates(room, dtype=BF16):
 
     Neighbours differ in step and split, two and four of them: every fourth would always have the same.
     """
-    every = hopper.configs4(room)
+    every = hopper_choices.configs4(room)
     return every if dtype == BF16 else every[::5]
 
 
@@ -250,7 +250,7 @@ def test_x_that_the_kernel_before_makes(room):
 @pytest.mark.parametrize("room", ROOMS)
 def test_cuda_graph(room):
     packed, x = streamed(weight(1024, 2048)), torch.randn(room, 2048, device=CUDA, dtype=BF16)
-    for config in (hopper.guess4(1024, room), candidates(room)[0], candidates(room)[-1]):
+    for config in (hopper_choices.guess4(1024, room), candidates(room)[0], candidates(room)[-1]):
         product(x, packed, config)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -264,7 +264,7 @@ def test_cuda_graph(room):
 
 def test_one_launch_object_serves_every_weight_and_number_of_tokens():
     x = torch.randn(200, 640, device=CUDA, dtype=BF16)
-    config = hopper.guess4(320, 8)
+    config = hopper_choices.guess4(320, 8)
     for tokens in (5, 1, 200, 5):  # at the same address
         packed = weight(320, 640)
         Expected(x[:tokens], packed).check(product(x[:tokens], packed, config), config, tokens)

@@ -9,7 +9,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import twofour
-from twofour.kernels import cusparselt, dispatch, hopper, hopper_launch, hopper_source, reference, relaunch
+from twofour.kernels import (
+    cusparselt,
+    dispatch,
+    hopper,
+    hopper_choices,
+    hopper_launch,
+    hopper_source,
+    reference,
+    relaunch,
+)
 from twofour.nn import SparseLinear
 from twofour.packed import in_order, pack
 from twofour.pattern import keep_best
@@ -60,7 +69,7 @@ def test_hopper_every_configuration(n, k, tokens, ordered, dtype):
     packed, x = pack(w), torch.randn(tokens, k, device=CUDA, dtype=dtype)
     meta = in_order(packed.meta) if ordered else packed.meta
     bias = torch.randn(n, device=CUDA, dtype=dtype)
-    configurations = hopper.configs(tokens, n)
+    configurations = hopper_choices.configs(tokens, n)
     assert configurations
     hopper_source.compile_all(configurations, dtype, CUDA, ordered=ordered)
     for config in configurations:
@@ -86,7 +95,9 @@ def test_hopper_gated(n, k, tokens, ordered, activation):
     wanted = reference.gate(exact(x, w, bias), activation)
     allowed = 1.2 * error(reference.gate(F.linear(x, w, bias), activation), wanted)
     meta = in_order(packed.meta) if ordered else packed.meta
-    configurations = [c for c in hopper.configs(tokens, n) if c.gates and not (ordered and c.warpgroups == 3)]
+    configurations = [
+        c for c in hopper_choices.configs(tokens, n) if c.gates and not (ordered and c.warpgroups == 3)
+    ]
     assert configurations
     hopper_source.compile_all(configurations, dtype, CUDA, activation, ordered=bool(ordered))
     for config in configurations:
@@ -141,7 +152,7 @@ def test_hopper_special_values():
     x[2, 5] = torch.nan
     x[3] = -0.0
     x[4] *= 1e30
-    y = hopper_launch.linear(x, packed.values, packed.meta, None, hopper.guess(128, 256, 8))
+    y = hopper_launch.linear(x, packed.values, packed.meta, None, hopper_choices.guess(128, 256, 8))
     dense = F.linear(x, w)
     assert torch.equal(y[0], torch.zeros_like(y[0]))
     assert torch.equal(y[3].abs(), torch.zeros_like(y[3]))

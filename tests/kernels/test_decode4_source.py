@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.test_codes_source import compiled, nvcc
-from twofour.kernels import hopper, hopper_source
+from twofour.kernels import hopper, hopper_choices, hopper_source
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOKENS = (1, 8, 16, 32, 64)
@@ -24,7 +24,7 @@ def registers_allowed(config: hopper.Decode4) -> int:
 
 def candidate(tokens: int, warpgroups: int, split: int, step: int, teams: int) -> hopper.Decode4:
     of = (warpgroups, split, step, teams)
-    return next(c for c in hopper.configs4(tokens) if (c.warpgroups, c.split, c.step, c.teams) == of)
+    return next(c for c in hopper_choices.configs4(tokens) if (c.warpgroups, c.split, c.step, c.teams) == of)
 
 
 @nvcc
@@ -64,7 +64,7 @@ def test_products_run_side_by_side_and_little_is_spilled(shape, dtype, activatio
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_every_candidate_fits_the_multiprocessor(tokens):
-    candidates = hopper.configs4(tokens)
+    candidates = hopper_choices.configs4(tokens)
     assert len(candidates) == len(set(candidates)) >= 20
     for config in candidates:
         assert config.tokens == max(tokens, 8)
@@ -82,15 +82,15 @@ def test_every_candidate_fits_the_multiprocessor(tokens):
 
 
 def test_more_tokens_come_in_several_tiles():
-    assert hopper.configs4(65) == hopper.configs4(5000) == hopper.configs4(64)
+    assert hopper_choices.configs4(65) == hopper_choices.configs4(5000) == hopper_choices.configs4(64)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_guess_is_a_candidate(gated):
     for tokens in (*TOKENS, 20, 48, 65, 1000):
-        candidates = hopper.configs4(tokens)
+        candidates = hopper_choices.configs4(tokens)
         for rows in (8, 1000, 4096, 6144, 28672, 128256):
             for processors in (20, 78, 132):
-                guess = hopper.guess4(rows, tokens, processors, gated)
+                guess = hopper_choices.guess4(rows, tokens, processors, gated)
                 assert guess in candidates
                 assert guess.gates or not gated

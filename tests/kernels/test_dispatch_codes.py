@@ -14,6 +14,7 @@ from twofour.kernels import (
     dispatch,
     dispatch_codes,
     hopper,
+    hopper_choices,
     hopper_launch,
     quantized_decode,
     reference,
@@ -113,10 +114,10 @@ def test_every_shipped_choice_can_be_run():
         assert dtype == "bfloat16"
         if choice["backend"] == "codes":
             assert kind in ("fp8", "int8")
-            assert hopper.from_dict(choice["config"]) in hopper.configs8(int(bucket))
+            assert hopper.from_dict(choice["config"]) in hopper_choices.configs8(int(bucket))
         elif choice["backend"] == "decode4":
             assert kind == "int4128"
-            assert hopper.from_dict(choice["config"]) in hopper.configs4(int(bucket))
+            assert hopper.from_dict(choice["config"]) in hopper_choices.configs4(int(bucket))
         else:
             codes, group = ("int4", 128) if kind == "int4128" else (kind.removesuffix("-weight"), None)
             wanted = quantized_decode.configs(int(bucket), codes, group, clusters=True)
@@ -126,7 +127,7 @@ def test_every_shipped_choice_can_be_run():
 def test_a_gated_product_prefers_a_kernel_that_gates():
     """Also where another configuration was measured to be faster for the product alone."""
     measured = replace(INT4, n=28672, k=4096, scales=32, bucket=8)
-    fastest = next(config for config in hopper.configs4(8) if not config.gates)
+    fastest = next(config for config in hopper_choices.configs4(8) if not config.gates)
     tuning.remember(measured.key, 0, [{"backend": "decode4", "config": hopper.as_dict(fastest), "ms": 0.01}])
     assert choose(measured).config == hopper.as_dict(fastest)
     gated = choose(replace(measured, n=14336, activation="silu"))
@@ -186,7 +187,7 @@ def test_a_configuration_that_no_longer_fits_is_passed_over():
     large = hopper.Decode4(16, 4, 1, 512, 8)
     assert large.resident == 0
     tuning.remember(INT4.key, 0, [{"backend": "decode4", "config": hopper.as_dict(large), "ms": 0.01}])
-    assert hopper.from_dict(choose(INT4).config) in hopper.configs4(16)
+    assert hopper.from_dict(choose(INT4).config) in hopper_choices.configs4(16)
 
 
 def test_which_weights_lie_in_threads_order():

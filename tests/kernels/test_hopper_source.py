@@ -11,7 +11,7 @@ import subprocess
 import pytest
 import torch
 
-from twofour.kernels import hopper, hopper_source
+from twofour.kernels import hopper, hopper_choices, hopper_source
 from twofour.packed import in_order, pack
 from twofour.pattern import keep_best
 
@@ -23,10 +23,10 @@ nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here
 @pytest.mark.parametrize(
     ("config", "activation", "codes"),
     [
-        (hopper.guess(4096, 4096, 8), None, None),
-        (hopper.guess(14336, 4096, 64, gated=True), "silu", None),
-        (hopper.guess8(4096, 4096, 8), None, torch.float8_e4m3fn),
-        (hopper.guess8(28672, 4096, 64, gated=True), "silu", torch.int8),
+        (hopper_choices.guess(4096, 4096, 8), None, None),
+        (hopper_choices.guess(14336, 4096, 64, gated=True), "silu", None),
+        (hopper_choices.guess8(4096, 4096, 8), None, torch.float8_e4m3fn),
+        (hopper_choices.guess8(28672, 4096, 64, gated=True), "silu", torch.int8),
         (hopper.Prefill(256), None, None),
         (hopper.Prefill(256), "gelu", None),
         (hopper.Prefill(192, 3, 2), "silu", None),
@@ -60,9 +60,9 @@ def test_compiles_without_spills_or_serialised_products(config, activation, code
 def test_every_candidate_fits_the_multiprocessor():
     for tokens in (1, 8, 9, 64, 65, 128, 256, 257, 1024, 5000):
         for n in (4096, 1001):
-            candidates = hopper.configs(tokens, n)
+            candidates = hopper_choices.configs(tokens, n)
             assert candidates
-            assert hopper.guess(n, 4096, tokens) in candidates or tokens > 64
+            assert hopper_choices.guess(n, 4096, tokens) in candidates or tokens > 64
             for config in candidates:
                 turning = 4096 * config.warpgroups if isinstance(config, hopper.Prefill) else 0
                 assert config.shared_bytes + turning + 512 <= 227 << 10  # with the barriers

@@ -29,6 +29,7 @@ from twofour.kernels import (
     dispatch,
     dispatch_codes,
     hopper,
+    hopper_choices,
     hopper_source,
     quantized_decode,
 )
@@ -115,7 +116,7 @@ class WeightsToTune(ToTune):
         return self.compressed and own_kernel and self.n % 64 == 0
 
     def compile(self, buckets: Sequence[int]) -> None:
-        configs = [c for b in buckets for c in hopper.configs(b)]
+        configs = [c for b in buckets for c in hopper_choices.configs(b)]
         hopper_source.compile_all(configs, self.dtype, self.device, ordered=self.ordered)
         if hopper.why_not(self.device, self.dtype, 128, 128):
             ampere.compile_all([c for b in buckets for c in ampere.configs(b)], self.dtype, self.device)

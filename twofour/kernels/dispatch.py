@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from twofour.errors import InputError, TwoFourError
-from twofour.kernels import ampere, cusparselt, hopper, hopper_launch, reference, tuning
+from twofour.kernels import ampere, cusparselt, hopper, hopper_choices, hopper_launch, reference, tuning
 from twofour.ops import library
 from twofour.packed import as_rows, is_ordered
 
@@ -208,7 +208,7 @@ def choose_gated(product: Product) -> Choice | None:
     name = forced()
     if (name or "hopper") != "hopper" or product.n % 8 or why_not("hopper", product):
         return None
-    guess = hopper.guess(product.n, product.k, product.bucket, gated=True)
+    guess = hopper_choices.guess(product.n, product.k, product.bucket, gated=True)
     for choice in [*_known(product), Choice("hopper", hopper.as_dict(guess))]:
         if choice.backend != "hopper":
             continue
@@ -277,7 +277,7 @@ def why_not(backend: str, product: Product) -> str | None:
 
 def _rule_of_thumb(product: Product, backend: str) -> Choice:
     if backend == "hopper":
-        return Choice(backend, hopper.as_dict(hopper.guess(product.n, product.k, product.bucket)))
+        return Choice(backend, hopper.as_dict(hopper_choices.guess(product.n, product.k, product.bucket)))
     if backend == "ampere":
         processors = torch.cuda.get_device_properties(product.device).multi_processor_count
         return Choice(backend, asdict(ampere.guess(product.n, product.k, product.bucket, processors)))
@@ -291,7 +291,9 @@ def candidates(product: Product) -> list[Choice]:
     """Every way to run a product that is worth timing."""
     found = []
     if why_not("hopper", product) is None:
-        found += [Choice("hopper", hopper.as_dict(c)) for c in hopper.configs(product.bucket, product.n)]
+        found += [
+            Choice("hopper", hopper.as_dict(c)) for c in hopper_choices.configs(product.bucket, product.n)
+        ]
     elif why_not("ampere", product) is None and product.bucket <= 1024:
         found += [Choice("ampere", asdict(c)) for c in ampere.configs(product.bucket)]
     if why_not("cusparselt", product) is None and product.bucket > 64:

@@ -27,6 +27,7 @@ from twofour.errors import InputError
 from twofour.kernels import (
     dispatch,
     hopper,
+    hopper_choices,
     hopper_launch,
     quantized_decode,
     reference,
@@ -236,10 +237,10 @@ def _rule_of_thumb(product: Product, way: str) -> Choice:
         of = (product.rows, product.k, product.bucket, product.codes, product.group)
         return Choice(way, asdict(quantized_decode.guess(*of, processors, clusters)))
     if way == "decode4":
-        of_four_bits = hopper.guess4(product.rows, product.bucket, processors, gated)
+        of_four_bits = hopper_choices.guess4(product.rows, product.bucket, processors, gated)
         return Choice(way, hopper.as_dict(of_four_bits))
     if way == "codes":
-        guess = hopper.guess8(product.rows, product.k, product.bucket, processors, gated)
+        guess = hopper_choices.guess8(product.rows, product.k, product.bucket, processors, gated)
         return Choice(way, hopper.as_dict(guess))
     return Choice(way)
 
@@ -252,9 +253,11 @@ def candidates(product: Product) -> list[Choice]:
         of = (product.bucket, product.codes, product.group, clusters)
         found += [Choice("decode", asdict(c)) for c in quantized_decode.configs(*of)]
     if why_not("decode4", product) is None and product.bucket <= 256:
-        found += [Choice("decode4", hopper.as_dict(c)) for c in hopper.configs4(product.bucket)]
+        found += [Choice("decode4", hopper.as_dict(c)) for c in hopper_choices.configs4(product.bucket)]
     if why_not("codes", product) is None:
-        found += [Choice("codes", hopper.as_dict(c)) for c in hopper.configs8(product.bucket, product.n)]
+        found += [
+            Choice("codes", hopper.as_dict(c)) for c in hopper_choices.configs8(product.bucket, product.n)
+        ]
     if why_not("widen", product) is None and product.bucket > _FEW and not product.rounds:
         found.append(Choice("widen"))
     return found
