@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from twofour.bench import end_to_end, products
 from twofour.bench.timing import about
 from twofour.report.page import report
 
@@ -106,3 +107,48 @@ def test_a_place_that_cannot_be_written(twofour, packed, text):
     ran = twofour("eval", packed, "--data", text, "--save")
     assert ran.status == 2
     assert "cannot write" in ran.err
+
+
+def stop_at_the_second(monkeypatch, owner, name):
+    """Ctrl-C while the second thing is measured."""
+    measure, begun = getattr(owner, name), []
+
+    def stopped(*arguments):
+        begun.append(arguments)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(owner, name, stopped)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_products_that_were_measured_before_ctrl_c_are_kept(twofour, monkeypatch, as_json):
+    stop_at_the_second(monkeypatch, products._Cell, "measure")
+    ran = twofour("bench", "--shapes", "tiny", "--tokens", "1,16", *(["--json"] if as_json else []))
+    assert ran.status == 130
+    assert "Stopped: " in ran.err
+    if as_json:
+        assert ran.json["stopped"] is True
+        assert {row["tokens"] for row in ran.json["products"]} == {1}
+        assert all(row["eager_ms"] or "error" in row for row in ran.json["products"])
+    else:
+        assert "dense" in ran.out
+        assert "twofour" in ran.out
+
+
+def test_forms_that_were_measured_before_ctrl_c_are_kept(twofour, monkeypatch):
+    stop_at_the_second(monkeypatch, end_to_end, "_measure")
+    ran = twofour("bench", "--end-to-end", "--layers", "1", "--json")
+    assert ran.status == 130
+    assert [row["contender"] for row in ran.json["end_to_end"]] == ["dense"]
+
+
+def test_ctrl_c_before_the_first_row_leaves_no_document(twofour, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(products._Cell, "measure", stopped)
+    ran = twofour("bench", "--shapes", "tiny", "--tokens", "1", "--json")
+    assert ran.status == 130
+    assert ran.out == ""

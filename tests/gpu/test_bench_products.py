@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from twofour.bench.contenders import CONTENDERS
-from twofour.bench.products import Ceilings, run_products
+from twofour.bench.products import GRAPH_ROUNDS, Ceilings, run_products
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ def test_rows_of_all_contenders_that_can():
     for row in rows:
         assert row["eager_ms"]["p50"] > 0
         assert row["host_us"] > 0
-        assert row["turns"] == 5
+        assert row["turns"] == GRAPH_ROUNDS
         if row["contender"] == "breaks":
             assert row["error"] == "RuntimeError: not in a graph"
             assert row["graph_ms"] is None

@@ -87,12 +87,14 @@ def run_end_to_end(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     on_progress: OnProgress = silent,
+    into: list[dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every case dense and packed: one row each. `shape` overrides parts of Llama-3-8B's.
 
     `times_dense` is the median of dense over that of the row, `times_dense_fused` that of dense_fused.
     `resident_share` is what the tensors of the packed layers take over what they took dense. A case that
-    raises gives a row with "error", and a contender that cannot be made one for each case.
+    raises gives a row with "error", and a contender that cannot be made one for each case. Rows are added to
+    the list `into` as they come, so that they are not lost if the run is stopped.
     """
     device = torch.device(device)
     contenders = contenders or (CONTENDERS if device.type == "cuda" else CPU_CONTENDERS)
@@ -100,7 +102,7 @@ def run_end_to_end(
         raise InputError(f"no contender {unknown[0]!r}.", hint=f"Choose from: {', '.join(WITH_SCHEMES)}.")
     model = build_model(layers, device, dtype, shape, seed)
     stages = Stages(model, seed)
-    board = Board(cases, len(contenders), device, seed, on_progress)
+    board = Board(cases, len(contenders), device, seed, on_progress, into)
     for contender in WITH_SCHEMES:
         if contender not in contenders:
             continue
@@ -126,11 +128,12 @@ class Board:
         device: torch.device,
         seed: int = 0,
         on_progress: OnProgress = silent,
+        rows: list[dict[str, Any]] | None = None,
     ) -> None:
         self.cases, self.device, self.seed = cases, device, seed
         self.total = len(cases) * contenders
         self.on_progress = on_progress
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = [] if rows is None else rows
         self._took: dict[tuple[str, Case], float] = {}
 
     def tell(self, label: str) -> None:

@@ -139,8 +139,11 @@ def run_products(
     copies: int | None = None,
     seed: int = 0,
     on_progress: OnProgress = silent,
+    into: list[dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every contender on every shape and number of tokens.
+
+    Rows are added to the list `into` as they come, so that they are not lost if the run is stopped.
 
     >>> rows = run_products(named_shapes("tiny"), [16], torch.float32, "cpu")
     >>> [row["contender"] for row in rows[:2]]
@@ -183,6 +186,8 @@ def run_products(
             for which in present:
                 _derive(cell[which], known[which], cell, baselines, ceilings, dtype)
             rows += cell.values()
+            if into is not None:
+                into += cell.values()
             del x, check, cell
         del weights, made, given_bias
         free(device)

@@ -130,19 +130,27 @@ def command(
     if not gpu:
         note(NO_GPU)
         document["note"] = NO_GPU
-    if shapes is not None or not end_to_end:
-        document |= _products(shapes or "8B", counts, getattr(torch, dtype), device, schemes)
-    if end_to_end:
-        document["end_to_end"] = _end_to_end(layers, getattr(torch, dtype), device, schemes)
+    try:
+        if shapes is not None or not end_to_end:
+            _products(document, shapes or "8B", counts, getattr(torch, dtype), device, schemes)
+        if end_to_end:
+            _end_to_end(document, layers, getattr(torch, dtype), device, schemes)
+    except KeyboardInterrupt:
+        if not any(document.get(rows) for rows in ("products", "end_to_end")):
+            raise
+        document["stopped"] = True
     if json:
         print_json(document)
-        return
-    machine = document["about"]
-    say(f"{machine['gpu'] or 'CPU'}, torch {machine['torch']}, {dtype}, {machine['date']}")
-    if "products" in document:
-        _show_products(document)
-    if end_to_end:
-        _show_end_to_end(document["end_to_end"])
+    else:
+        machine = document["about"]
+        say(f"{machine['gpu'] or 'CPU'}, torch {machine['torch']}, {dtype}, {machine['date']}")
+        if document.get("products"):
+            _show_products(document)
+        if document.get("end_to_end"):
+            _show_end_to_end(document["end_to_end"])
+    if "stopped" in document:
+        note("Stopped: these are the rows that were measured until then.")
+        raise typer.Exit(130)
 
 
 def _counts(text: str | None, option: str, example: str) -> tuple[int, ...] | None:
@@ -184,8 +192,14 @@ def _model(
 
 
 def _products(
-    shapes: str, counts: tuple[int, ...], dtype: Any, device: Any, schemes: list[Scheme]
-) -> dict[str, Any]:
+    document: dict[str, Any],
+    shapes: str,
+    counts: tuple[int, ...],
+    dtype: Any,
+    device: Any,
+    schemes: list[Scheme],
+) -> None:
+    """Rows come into the document one by one: a run that is stopped has what it has measured."""
     from twofour.bench.products import measure_ceilings, named_shapes, run_products
 
     chosen = named_shapes(shapes)  # a name that does not exist is an error on any machine
@@ -193,28 +207,30 @@ def _products(
         chosen = named_shapes("tiny")
     ceilings = measure_ceilings(device, dtype)
     rows: list[dict[str, Any]] = []
+    document |= {"ceilings": asdict(ceilings), "products": rows}
     each: list[Scheme | None] = [*schemes] or [None]
     for scheme in each:
         what = "measuring products" + (f" in {scheme.name}" if scheme else "")
         with progress(what) as on_progress:
             options: dict[str, Any] = {"scheme": scheme, "ceilings": ceilings, "on_progress": on_progress}
-            rows += run_products(chosen, counts, dtype, device, **options)
-    return {"ceilings": asdict(ceilings), "products": rows}
+            run_products(chosen, counts, dtype, device, into=rows, **options)
 
 
-def _end_to_end(layers: int, dtype: Any, device: Any, schemes: list[Scheme]) -> list[dict[str, Any]]:
+def _end_to_end(
+    document: dict[str, Any], layers: int, dtype: Any, device: Any, schemes: list[Scheme]
+) -> None:
     from twofour.bench.end_to_end import BASELINES, run_end_to_end
     from twofour.bench.steps import FEW_CASES, Case
 
     quiet_libraries()
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"into": document.setdefault("end_to_end", [])}
     if schemes:
-        options = {"contenders": [*BASELINES, *(scheme.name for scheme in schemes)], "cases": FEW_CASES}
+        options |= {"contenders": [*BASELINES, *(scheme.name for scheme in schemes)], "cases": FEW_CASES}
     if device.type != "cuda":
         layers = min(layers, 2)
         options |= {"shape": TINY_MODEL, "cases": (Case("prefill", 1, 64), Case("decode", 1, 64))}
     with progress("measuring a model") as on_progress:
-        return run_end_to_end(layers, device, dtype=dtype, on_progress=on_progress, **options)
+        run_end_to_end(layers, device, dtype=dtype, on_progress=on_progress, **options)
 
 
 def _show_products(document: dict[str, Any]) -> None:
