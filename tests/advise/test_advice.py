@@ -29,7 +29,7 @@ def test_llama_3_8b_on_an_h200_is_near_what_was_measured():
 def test_llama_3_8b_in_8_and_4_bits_is_near_what_was_measured():
     """Rows of benchmarks/results/h200-quantized-8b.json, which whole models were not fitted to."""
     forms = [advise(LLAMA_3_8B, "H200", prompt=896, generate=256).form(f"2:4 {s}") for s in ("fp8", "int4")]
-    assert [form.decode_ms for form in forms] == pytest.approx((2.93, 2.70), rel=0.06)
+    assert [form.decode_ms for form in forms] == pytest.approx((2.93, 2.61), rel=0.06)
     forms = [advise(LLAMA_3_8B, "H200").form(f"2:4 {s}") for s in ("fp8", "int4")]
     assert [form.prefill_ms for form in forms] == pytest.approx((23.7, 43.7), rel=0.06)
 

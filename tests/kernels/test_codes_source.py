@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twofour.bench.random_codes import random_codes
-from twofour.kernels import hopper, hopper_source, token_codes, widen
+from twofour.kernels import hopper, hopper_choices, hopper_source, token_codes, widen
 from twofour.packed import FOUR_BIT, unpack
 from twofour.quantize.schemes import SCHEMES
 
@@ -33,6 +33,8 @@ def compiled(source, architecture, folder):
         (hopper.Prefill8(256), INT8, torch.float16, None),
         (hopper.Prefill8(256), FP8, torch.float16, "silu"),
         (hopper.Prefill8(128, cluster=1), INT8, torch.bfloat16, "gelu"),
+        (hopper.Prefill8(256, 3), FP8, torch.bfloat16, None),
+        (hopper.Prefill8(256, 3), INT8, torch.bfloat16, "silu"),
     ],
 )
 def test_prefill_compiles_without_serialised_products(config, codes, dtype, activation, tmp_path):
@@ -40,7 +42,7 @@ def test_prefill_compiles_without_serialised_products(config, codes, dtype, acti
     said = compiled(source, "90a", tmp_path)
     assert re.search(r"C75\d\d", said) is None  # ptxas' warnings that wgmma is serialised
     kind = {FP8: "f32.e4m3.e4m3", INT8: "s32.s8.s8"}[codes]
-    assert f"wgmma.mma_async.sp.sync.aligned.m64n{config.tokens}k64.{kind}" in source
+    assert f"wgmma.mma_async.sp.sync.aligned.m64n{config.at_once}k64.{kind}" in source
 
 
 @nvcc
@@ -127,3 +129,28 @@ def test_positions_reach_the_instruction_in_its_order():
                 column = 128 * step + 64 * half + 4 * group
                 kept = tuple(weight[row, column : column + 4].nonzero().flatten().tolist())
                 assert places == kept, (row, column)
+
+
+def test_every_candidate_for_many_tokens_fits_the_multiprocessor():
+    for tokens in (33, 128, 129, 1024, 8192):
+        for config in hopper_choices.configs8(tokens, 4096):
+            if isinstance(config, hopper.Prefill8):
+                of_its_own = (4096 + 4 * config.tokens) * config.warpgroups  # sums on their way, and scales
+                assert config.shared_bytes + of_its_own + 512 <= 227 << 10
+                assert config.stages >= 4
+                assert config.threads <= 512
+                assert config.at_once // 2 + 27 <= 65536 // config.threads  # what ptxas asks for (C7602)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "tokens", "warpgroups"),
+    [
+        (6144, 4096, 1024, 3),  # 128 tiles of 192 rows: one round of 132 multiprocessors
+        (4096, 4096, 1024, 2),  # as are 128 of 128 rows
+        (28672, 4096, 2048, 2),
+        (28672, 4096, 8192, 2),
+    ],
+)
+def test_tiles_of_192_rows_where_they_save_a_round(n, k, tokens, warpgroups):
+    """As measured: benchmarks/LOG.md."""
+    assert hopper_choices.guess8(n, k, tokens).warpgroups == warpgroups

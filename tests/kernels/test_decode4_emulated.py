@@ -25,26 +25,42 @@ BYTES = {"values": 2048, "positions": 1024, "scale": 128}  # of 64 rows × 128 c
 # Lines of the source that the emulation below follows.
 FOLLOWED = """
 constexpr int A_BYTES = 64 * 128 / 4, E_BYTES = 64 * 128 / 8, S_BYTES = 64 * 2;
+constexpr int E_FIRST = GROUPS * A_BYTES, S_FIRST = E_FIRST + GROUPS * E_BYTES;
+constexpr int W_BYTES = S_FIRST + GROUPS * S_BYTES;
 char* weights = shared + STAGES * B_BYTES;
 const int block = w % 2 * (n / 64) + min(place.block * (WARPGROUPS / 2) + w / 2, n / 64 - 1);
 const int block = min(place.block * WARPGROUPS + w, n / 64 - 1);
 return (long long)block * groups + (place.first + i) * GROUPS;
 const int now = min(GROUPS, groups - (place.first + i) * GROUPS);
 const u32 to = shared_address(weights) + (i % STAGES * WARPGROUPS + w) * W_BYTES;
-copy_bytes(to, values + from * A_BYTES, now * A_BYTES, barrier, once);
-copy_bytes(to + GROUPS * A_BYTES, positions + from * E_BYTES, now * E_BYTES, barrier, once);
-copy_bytes(to + GROUPS * (A_BYTES + E_BYTES), scale + from * S_BYTES, now * S_BYTES, barrier, once);
+barrier_expect(barrier, WARPGROUPS * W_BYTES);
+copy_bytes(to + at * A_BYTES, values + from * A_BYTES, count * A_BYTES, barrier, once);
+copy_bytes(to + E_FIRST + at * E_BYTES, positions + from * E_BYTES, count * E_BYTES, barrier, once);
+copy_bytes(to + S_FIRST + at * S_BYTES, scale + from * S_BYTES, count * S_BYTES, barrier, once);
+copy(0, now);
+for (int at = now; at < GROUPS; ++at) copy(at, 1);
+barrier_expect(barrier, B_BYTES);
 const uint4 codes = *(const uint4*)(mine + g * A_BYTES + 16 * thread);
-const uint2 places = *(const uint2*)(mine + GROUPS * A_BYTES + g * E_BYTES + 8 * thread);
+const uint2 places = *(const uint2*)(mine + E_FIRST + g * E_BYTES + 8 * thread);
 to.weights[1][i] = four_bit_pair(codes.y, i);
-const u32 b = tile + 2 * g * (B_BOX >> 4);
-WGMMA(part, to.weights[0], full_descriptor(b), to.places[0], 0, 0);
-WGMMA(part, to.weights[1], full_descriptor(b + 4), to.places[0], 1, 1);
-WGMMA(part, to.weights[2], full_descriptor(b + (B_BOX >> 4)), to.places[1], 0, 1);
-WGMMA(part, to.weights[3], full_descriptor(b + (B_BOX >> 4) + 4), to.places[1], 1, 1);
+const u64 b = tile + 2 * g * (B_BOX >> 4);
+WGMMA(part, of.weights[0], b, of.places[0], 0, 0);
+WGMMA(part, of.weights[1], b + 4, of.places[0], 1, 1);
+WGMMA(part, of.weights[2], b + (B_BOX >> 4), of.places[1], 0, 1);
+WGMMA(part, of.weights[3], b + (B_BOX >> 4) + 4, of.places[1], 1, 1);
+const u64 b = tile + 2 * g * (B_BOX >> 4), c = b + 2 * (B_BOX >> 4);
+WGMMA(part_0, group_0.weights[0], b, group_0.places[0], 0, 0);
+WGMMA(part_1, group_1.weights[0], c, group_1.places[0], 0, 0);
+WGMMA(part_0, group_0.weights[1], b + 4, group_0.places[0], 1, 1);
+WGMMA(part_1, group_1.weights[1], c + 4, group_1.places[0], 1, 1);
+WGMMA(part_0, group_0.weights[2], b + (B_BOX >> 4), group_0.places[1], 0, 1);
+WGMMA(part_1, group_1.weights[2], c + (B_BOX >> 4), group_1.places[1], 0, 1);
+WGMMA(part_0, group_0.weights[3], b + (B_BOX >> 4) + 4, group_0.places[1], 1, 1);
+WGMMA(part_1, group_1.weights[3], c + (B_BOX >> 4) + 4, group_1.places[1], 1, 1);
 for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = fmaf(part[j], j % 4 < 2 ? low : high, sum[j]);
 for (int i = team; i < count; i += TEAMS) {
-scales[g] = *(const u32*)(mine + GROUPS * (A_BYTES + E_BYTES) + g * S_BYTES + (warp % 4 * 8 + lane / 4) * 4);
+const char* mine = weights + (stage * WARPGROUPS + warpgroup) * W_BYTES;
+scales[g] = *(const u32*)(mine + S_FIRST + g * S_BYTES + (warp % 4 * 8 + lane / 4) * 4);
 return first_token + 8 * (j / 4) + 2 * (threadIdx.x % 4) + j % 2;
 const int at = place.block * (ROWS / 2) + 64 * (warp / 8) + 16 * (warp % 4) + lane / 4;
 const int j = place.rank * SHARE + i, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
@@ -110,15 +126,16 @@ class Kernel:
             area = self.memory[to : to + self.w_bytes]
             for name, size in BYTES.items():
                 assert to % 16 == 0
-                piece = self.stored[name][first * size : (first + now) * size]
-                self.memory[to : to + now * size] = piece
-                to, come = to + self.groups_here * size, come + len(piece)
+                pieces = self.stored[name].view(-1, size)[first : first + now]
+                again = pieces[:1].expand(self.groups_here - now, -1)  # beyond the edge x is zero
+                self.memory[to : to + self.groups_here * size] = torch.cat([pieces, again]).flatten()
+                to, come = to + self.groups_here * size, come + self.groups_here * size
             if self.fault:
                 self.fault(area)
         tile = SHARED + i % config.stages * self.b_bytes
         self.x.copy(self.memory, tile, 0, first_token, step * config.step // 64)
-        # The barrier opens when so many bytes have come, not before and not after.
-        assert (self.x.box_bytes, come) == (self.b_bytes, config.warpgroups * now * sum(BYTES.values()))
+        # The barriers open when so many bytes have come, not before and not after.
+        assert (self.x.box_bytes, come) == (self.b_bytes, config.warpgroups * self.w_bytes)
         assert tile % 1024 == 0  # where the swizzle begins anew
 
     def loaded(self, at: Tensor, size: int) -> Tensor:
@@ -129,7 +146,7 @@ class Kernel:
             assert len(words) == len({word % 32 for word in words}), "bank conflict"
         return self.memory[at[:, None] + torch.arange(size)].contiguous()
 
-    def products(self, i: int, g: int, there: bool) -> Tensor:
+    def products(self, i: int, g: int) -> Tensor:
         """[thread, sum]: those of group g of a tile, with its scales."""
         config = self.config
         mine = i % config.stages * config.warpgroups + self.warp // 4
@@ -137,7 +154,6 @@ class Kernel:
         words = self.loaded(mine + g * 2048 + 16 * self.thread, 16).view(torch.int32).long() & 0xFFFFFFFF
         places = self.groups_here * 2048 + g * 1024 + 8 * self.thread
         places = self.loaded(mine + places, 8).view(torch.int32).long() & 0xFFFFFFFF
-        places = places if there else torch.full_like(places, 0x44444444)
         box, tile = self.b_box >> 4, SHARED + i % config.stages * self.b_bytes
         b = ((tile & 0x3FFFF) >> 4 | 1 << 16) + 2 * g * box
         total = torch.zeros(self.consumers, config.tokens // 2, dtype=torch.float64)
@@ -148,7 +164,6 @@ class Kernel:
             total += wgmma_sp(self.memory, *of_warps, config.tokens, self.dtype).view_as(total)
         at = self.groups_here * 3072 + g * 128 + (self.warp % 4 * 8 + self.lane // 4) * 4
         scales = self.memory[(mine + at)[:, None] + torch.arange(4)].contiguous().view(self.dtype).double()
-        scales = scales if there else torch.zeros_like(scales)
         return total * scales[:, torch.arange(config.tokens // 2) % 4 // 2]
 
     def sums(self, rank: int, block: int, first_token: int) -> Tensor:
@@ -160,8 +175,7 @@ class Kernel:
         for i in range(count):
             self.copy(i, first + i, block, first_token)
             for g in range(self.groups_here):
-                there = (first + i) * self.groups_here + g < self.groups
-                teams[i % config.teams] += self.products(i, g, there)
+                teams[i % config.teams] += self.products(i, g)
         return teams.sum(0)
 
     def run(self, grid: int) -> None:

@@ -215,6 +215,16 @@ class Prefill8(Prefill):
     e_stages: ClassVar[int] = 3
 
     @property
+    def threads(self) -> int:
+        """A copying warp beside more than two warpgroups is one of four, so that these have its registers."""
+        return 128 * self.warpgroups + (128 if self.warpgroups > 2 else 32)
+
+    @property
+    def at_once(self) -> int:
+        """Tokens of one instruction, whose sums must fit the registers that a thread begins with."""
+        return self.tokens // 2 if self.warpgroups > 2 and self.tokens > 192 else self.tokens
+
+    @property
     def stages(self) -> int:
         beside = 1024 + BARRIERS + (4096 + 4 * self.tokens) * self.warpgroups  # sums, and scales of tokens
         return min((SHARED_BYTES - beside - self._position_ring) // self.stage_bytes, 10)

@@ -40,8 +40,9 @@ def configs8(tokens: int, n: int = 8) -> list[Decode8 | Prefill8]:
             few += [c] if (c := _fit8(room, warpgroups, split, step, resident)) else []
     if tokens <= 32 or n % 8:
         return list(dict.fromkeys(few))
-    # With more than two warpgroups the scales do not fit the registers.
     many = [Prefill8(**asdict(config)) for config in _prefill_configs(tokens) if config.warpgroups == 2]
+    if tokens > 128:  # x is read for more rows at a time
+        many += [Prefill8(256, 3, 2, grouped) for grouped in (8, 16)]
     return [*dict.fromkeys(few), *many]
 
 
@@ -86,7 +87,13 @@ def guess8(n: int, k: int, tokens: int, processors: int = 132, gated: bool = Fal
     if isinstance(few, Decode):
         fitted = _fit8(few.tokens, few.warpgroups, few.split, 2 * few.step, 1)
         return fitted or _fit8(few.tokens, few.warpgroups, few.split, 256, 1) or configs8(tokens, n)[0]
-    return Prefill8(**asdict(few)) if few.warpgroups == 2 else Prefill8(256)  # as in `configs8`
+    # A tile of 192 rows takes half as long again as one of 128, and 3 % (benchmarks/LOG.md).
+    low, high = Prefill8(**asdict(few)) if few.warpgroups == 2 else Prefill8(256), Prefill8(256, 3)
+    times = [
+        _rounds(config, n, k, tokens, processors) * config.tokens * relative
+        for config, relative in ((low, 1), (high, 1.5 * 1.03))
+    ]
+    return high if times[1] < times[0] else low
 
 
 def guess(n: int, k: int, tokens: int, processors: int = 132, gated: bool = False) -> Config:
@@ -129,15 +136,20 @@ def _least_cycles(rows: int, k: int, tokens: int, processors: int) -> Prefill:
     """
 
     def cycles(config: Prefill) -> float:
-        units, clusters = config.row_units(rows) * -(-tokens // config.tokens), processors // config.cluster
-        shares = config.share_out(units, -(-k // 128), clusters)
-        rounds: float = -(-shares.whole // clusters)
-        rounds += round_of_parts(shares.parts, k / 128) if units > shares.whole else 0
         arriving = (64 * config.warpgroups * 144 + 256 * config.tokens / config.cluster) / 33
         tile = max(arriving, 2 * config.tokens * config.warpgroups) * k / 128 + 3000
+        rounds = _rounds(config, rows, k, tokens, processors)
         return rounds * tile * (1.12 if config.warpgroups > 2 else 1)
 
     return min(_prefill_configs(tokens), key=cycles)
+
+
+def _rounds(config: Prefill, rows: int, k: int, tokens: int, processors: int) -> float:
+    """How often every block takes a tile, the last time perhaps a part of one."""
+    units, clusters = config.row_units(rows) * -(-tokens // config.tokens), processors // config.cluster
+    shares = config.share_out(units, -(-k // 128), clusters)
+    rounds: float = -(-shares.whole // clusters)
+    return rounds + (round_of_parts(shares.parts, k / 128) if units > shares.whole else 0)
 
 
 def _prefill_configs(tokens: int) -> list[Prefill]:

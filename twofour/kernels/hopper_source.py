@@ -37,12 +37,13 @@ def source(
     cuSPARSELt wants them (cuda/positions_sm90.cuh).
     """
     number, kind, register = _TYPES[codes or dtype]
-    count = config.tokens // 2
+    at_once = config.at_once if isinstance(config, Prefill8) else config.tokens
+    count = at_once // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+{register}"((d)[{i}])' for i in range(count))
     # Add to the sums; leave the signs of both operands, and the order of their elements, as they are.
     flags = {0: "1, 1, 1, 0, 0", 1: "1, 1, 1", 2: "1"}[number]
-    name = f"wgmma.mma_async.sp.sync.aligned.m64n{config.tokens}k{64 if number else 32}.{kind}"
+    name = f"wgmma.mma_async.sp.sync.aligned.m64n{at_once}k{64 if number else 32}.{kind}"
     if isinstance(config, Decode4):  # W from registers; `add` to the sums, or begin with them
         places = [f"%{count + i}" for i in range(8)]
         instruction = f"{name} {{{sums}}}, {{{', '.join(places[:4])}}}, {', '.join(places[4:])}, 1, 1, 0;"
@@ -66,6 +67,7 @@ def source(
         constants |= {"SPLIT": config.split, "STEP": config.step, "STAGES": config.stages}
     elif isinstance(config, Prefill8):
         constants |= {"CLUSTER": config.cluster, "STAGES": config.stages, "E_STAGES": config.e_stages}
+        constants |= {"AT_ONCE": at_once}
     else:
         constants |= {
             "CLUSTER": config.cluster,

@@ -9,7 +9,9 @@
 // * Codes become 16-bit numbers in registers, exactly, and wgmma takes its sparse operand A from there; x it reads from
 //   shared memory once for 64 rows. A scale never touches a weight (that would round): it multiplies the sum of the
 //   products of its 128 columns, in float32, on the way to the total.
-// * Two sets of registers take turns: while the products of one group run, the next one's numbers are made.
+// * Two sets of registers. With few tokens they take turns: while the products of one group run, the next one's numbers are
+//   made. With more (PAIRS) it is the products that take long, each waiting for the one before that adds to the same sums: two
+//   groups are multiplied in turns.
 // * TEAMS of warpgroups have the same rows and tile after tile in turns, so that few rows keep many threads busy.
 //
 // Compiled per configuration: TOKENS (8…64, more are several tiles), WARPGROUPS (of a team), TEAMS, SPLIT, STEP (256 or 512),
@@ -19,10 +21,12 @@
 
 constexpr int GROUPS = STEP / 128;  // of a tile
 constexpr int A_BYTES = 64 * 128 / 4, E_BYTES = 64 * 128 / 8, S_BYTES = 64 * 2;  // of a group: codes, positions, scales
-constexpr int W_BYTES = GROUPS * (A_BYTES + E_BYTES + S_BYTES);                  // of a warpgroup's rows
+constexpr int E_FIRST = GROUPS * A_BYTES, S_FIRST = E_FIRST + GROUPS * E_BYTES;  // all codes, all positions, all scales
+constexpr int W_BYTES = S_FIRST + GROUPS * S_BYTES;                              // of a warpgroup's rows
 constexpr int B_BOX = TOKENS * 128;                                              // 64 columns of x
 constexpr int B_BYTES = B_BOX * (STEP / 64);
 constexpr int MULTIPLIERS = TEAMS * CONSUMERS;
+constexpr bool PAIRS = TOKENS >= 32;
 static_assert(STAGES % TEAMS == 0, "whoever waits for a stage has seen it full before");
 static_assert((TEAMS - 1) * ACCUMULATORS * CONSUMERS * 4 <= STAGES * (B_BYTES + WARPGROUPS * W_BYTES),
               "sums that teams hand over lie where the tiles were");
@@ -51,7 +55,7 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
   char* weights = shared + STAGES * B_BYTES;                            // [STAGES][WARPGROUPS]
   float* gathered = (float*)(weights + STAGES * WARPGROUPS * W_BYTES);  // [SPLIT][SHARE][CONSUMERS]
-  __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
+  __shared__ alignas(8) u64 full[STAGES], x_full[STAGES], empty[STAGES];
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Place place(steps, blocks, tiles, grouped);
@@ -61,7 +65,8 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
     prefetch_map(&x);
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(shared_address(&full[s]), 1);
-      barrier_init(shared_address(&empty[s]), WARPGROUPS);
+      barrier_init(shared_address(&x_full[s]), 1);
+      barrier_init(shared_address(&empty[s]), 4 * WARPGROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -86,19 +91,26 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
       auto copy_weights = [&](int i) {
         const int now = min(GROUPS, groups - (place.first + i) * GROUPS);
         const u32 barrier = shared_address(&full[i % STAGES]);
-        barrier_expect(barrier, B_BYTES + WARPGROUPS * now * (A_BYTES + E_BYTES + S_BYTES));
+        barrier_expect(barrier, WARPGROUPS * W_BYTES);
 #pragma unroll
         for (int w = 0; w < WARPGROUPS; ++w) {
           const long long from = group_of(w, i);
           const u32 to = shared_address(weights) + (i % STAGES * WARPGROUPS + w) * W_BYTES;
-          copy_bytes(to, values + from * A_BYTES, now * A_BYTES, barrier, once);
-          copy_bytes(to + GROUPS * A_BYTES, positions + from * E_BYTES, now * E_BYTES, barrier, once);
-          copy_bytes(to + GROUPS * (A_BYTES + E_BYTES), scale + from * S_BYTES, now * S_BYTES, barrier, once);
+          auto copy = [&](int at, int count) {
+            copy_bytes(to + at * A_BYTES, values + from * A_BYTES, count * A_BYTES, barrier, once);
+            copy_bytes(to + E_FIRST + at * E_BYTES, positions + from * E_BYTES, count * E_BYTES, barrier, once);
+            copy_bytes(to + S_FIRST + at * S_BYTES, scale + from * S_BYTES, count * S_BYTES, barrier, once);
+          };
+          copy(0, now);
+#pragma unroll 1
+          for (int at = now; at < GROUPS; ++at) copy(at, 1);  // beyond the edge x is zero: any weights will do
         }
       };
       auto copy_x = [&](int i) {
+        const u32 barrier = shared_address(&x_full[i % STAGES]);
+        barrier_expect(barrier, B_BYTES);
         copy_slices(shared_address(shared) + i % STAGES * B_BYTES, &x, place.first_token,
-                    (place.first + i) * (STEP / 64), shared_address(&full[i % STAGES]), often);
+                    (place.first + i) * (STEP / 64), barrier, often);
       };
       const int ahead = min(STAGES, count);
       for (int i = 0; i < ahead; ++i) copy_weights(i);
@@ -124,10 +136,10 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
   for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = part_0[j] = part_1[j] = 0.f;
 
   const int thread = threadIdx.x % 128, team = threadIdx.x / CONSUMERS, warpgroup = warp / 4 % WARPGROUPS;
-  // Start the products of group g of a tile.
-  auto start = [&](u32 tile, const char* mine, int g, bool there, Group& to, float(&part)[ACCUMULATORS]) {
+  // The numbers and positions of group g of a tile.
+  auto convert = [&](const char* mine, int g, Group& to) {
     const uint4 codes = *(const uint4*)(mine + g * A_BYTES + 16 * thread);
-    const uint2 places = *(const uint2*)(mine + GROUPS * A_BYTES + g * E_BYTES + 8 * thread);
+    const uint2 places = *(const uint2*)(mine + E_FIRST + g * E_BYTES + 8 * thread);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       to.weights[0][i] = four_bit_pair(codes.x, i);
@@ -135,15 +147,35 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
       to.weights[2][i] = four_bit_pair(codes.z, i);
       to.weights[3][i] = four_bit_pair(codes.w, i);
     }
-    to.places[0] = there ? places.x : 0x44444444, to.places[1] = there ? places.y : 0x44444444;
-    const u32 b = tile + 2 * g * (B_BOX >> 4);
-    to.hold();
+    to.places[0] = places.x, to.places[1] = places.y;
+  };
+  // Start the products of a group, or of two that do not wait for each other.
+  auto start = [&](u64 tile, int g, Group& of, float(&part)[ACCUMULATORS]) {
+    const u64 b = tile + 2 * g * (B_BOX >> 4);
+    of.hold();
     hold(part);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    WGMMA(part, to.weights[0], full_descriptor(b), to.places[0], 0, 0);
-    WGMMA(part, to.weights[1], full_descriptor(b + 4), to.places[0], 1, 1);
-    WGMMA(part, to.weights[2], full_descriptor(b + (B_BOX >> 4)), to.places[1], 0, 1);
-    WGMMA(part, to.weights[3], full_descriptor(b + (B_BOX >> 4) + 4), to.places[1], 1, 1);
+    WGMMA(part, of.weights[0], b, of.places[0], 0, 0);
+    WGMMA(part, of.weights[1], b + 4, of.places[0], 1, 1);
+    WGMMA(part, of.weights[2], b + (B_BOX >> 4), of.places[1], 0, 1);
+    WGMMA(part, of.weights[3], b + (B_BOX >> 4) + 4, of.places[1], 1, 1);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  };
+  auto start_two = [&](u64 tile, int g) {
+    group_0.hold();
+    group_1.hold();
+    hold(part_0);
+    hold(part_1);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    const u64 b = tile + 2 * g * (B_BOX >> 4), c = b + 2 * (B_BOX >> 4);
+    WGMMA(part_0, group_0.weights[0], b, group_0.places[0], 0, 0);
+    WGMMA(part_1, group_1.weights[0], c, group_1.places[0], 0, 0);
+    WGMMA(part_0, group_0.weights[1], b + 4, group_0.places[0], 1, 1);
+    WGMMA(part_1, group_1.weights[1], c + 4, group_1.places[0], 1, 1);
+    WGMMA(part_0, group_0.weights[2], b + (B_BOX >> 4), group_0.places[1], 0, 1);
+    WGMMA(part_1, group_1.weights[2], c + (B_BOX >> 4), group_1.places[1], 0, 1);
+    WGMMA(part_0, group_0.weights[3], b + (B_BOX >> 4) + 4, group_0.places[1], 1, 1);
+    WGMMA(part_1, group_1.weights[3], c + (B_BOX >> 4) + 4, group_1.places[1], 1, 1);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   };
   auto add = [&](float(&part)[ACCUMULATORS], u32 scales) {
@@ -152,36 +184,62 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
     for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = fmaf(part[j], j % 4 < 2 ? low : high, sum[j]);
   };
 
+  int stage = team, phase = 0;
   for (int i = team; i < count; i += TEAMS) {
-    barrier_wait(shared_address(&full[i % STAGES]), (i / STAGES) & 1);
-    const u32 tile = low_word(shared_address(shared) + i % STAGES * B_BYTES);
-    const char* mine = weights + (i % STAGES * WARPGROUPS + warpgroup) * W_BYTES;
-    // Beyond the last group codes are any, for x is zero there. Positions and scales are not: some are no numbers.
-    const int left = groups - (place.first + i) * GROUPS;
+    barrier_wait(shared_address(&full[stage]), phase);
+    // The same in all lanes, and the compiler is told: descriptors are then made where one instruction is enough.
+    const u64 tile = full_descriptor(__shfl_sync(0xffffffff, low_word(shared_address(shared) + stage * B_BYTES), 0));
+    const char* mine = weights + (stage * WARPGROUPS + warpgroup) * W_BYTES;
     u32 scales[GROUPS];
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
-      scales[g] = *(const u32*)(mine + GROUPS * (A_BYTES + E_BYTES) + g * S_BYTES + (warp % 4 * 8 + lane / 4) * 4);
-      if (g && g >= left) scales[g] = 0;
-    }
-    start(tile, mine, 0, true, group_0, part_0);
+    for (int g = 0; g < GROUPS; ++g)
+      scales[g] = *(const u32*)(mine + S_FIRST + g * S_BYTES + (warp % 4 * 8 + lane / 4) * 4);
+    convert(mine, 0, group_0);
+    if constexpr (PAIRS) convert(mine, 1, group_1);
+    barrier_wait(shared_address(&x_full[stage]), phase);
+    if constexpr (PAIRS) {
 #pragma unroll
-    for (int g = 1; g <= GROUPS; ++g) {  // the next one's numbers are made, then the one before is added
-      if (g == GROUPS) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      else if (g % 2) start(tile, mine, g, g < left, group_1, part_1);
-      else start(tile, mine, g, g < left, group_0, part_0);
-      if (g < GROUPS) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-      if (g % 2) {
+      for (int g = 0; g < GROUPS; g += 2) {
+        if (g) {
+          convert(mine, g, group_0);
+          convert(mine, g + 1, group_1);
+        }
+        start_two(tile, g);
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         group_0.hold();
-        hold(part_0);
-        add(part_0, scales[g - 1]);
-      } else {
         group_1.hold();
+        hold(part_0);
         hold(part_1);
-        add(part_1, scales[g - 1]);
+        add(part_0, scales[g]);
+        add(part_1, scales[g + 1]);
+      }
+    } else {
+      start(tile, 0, group_0, part_0);
+#pragma unroll
+      for (int g = 1; g <= GROUPS; ++g) {
+        if (g == GROUPS) {
+          asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        } else {
+          convert(mine, g, g % 2 ? group_1 : group_0);
+          if (g % 2) start(tile, g, group_1, part_1);
+          else start(tile, g, group_0, part_0);
+          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        }
+        if (g % 2) {
+          group_0.hold();
+          hold(part_0);
+          add(part_0, scales[g - 1]);
+        } else {
+          group_1.hold();
+          hold(part_1);
+          add(part_1, scales[g - 1]);
+        }
       }
     }
-    if (thread == 0) barrier_arrive(shared_address(&empty[i % STAGES]));
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&empty[stage]));
+    stage += TEAMS;
+    if (stage >= STAGES) stage -= STAGES, phase ^= 1;
   }
 
 #if TEAMS > 1

@@ -9,8 +9,9 @@
 //
 // Every sum is multiplied by the scales of its row and of its token before the bias is added.
 //
-// Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, STAGES, E_STAGES, GATED (see decode_sm90.cu), CODES (1 e4m3, 2 int8)
-// and FP16 or bf16, the type of y; WGMMA(…) is generated, tiles_sm90.cuh comes first. n must be a multiple of 8, k of 128.
+// Compiled per configuration: TOKENS, AT_ONCE (tokens of one instruction), WARPGROUPS, CLUSTER, STAGES, E_STAGES, GATED (see
+// decode_sm90.cu), CODES (1 e4m3, 2 int8) and FP16 or bf16, the type of y; WGMMA(…) is generated, tiles_sm90.cuh comes first.
+// n must be a multiple of 8, k of 128.
 
 constexpr int A_BYTES = ROWS * 64;                // 64 values, that is 128 columns, of each row
 constexpr int B_BYTES = TOKENS * 128;             // 128 columns of x
@@ -19,12 +20,18 @@ constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int E_PITCH = 32;                       // bytes of positions of 256 columns
 constexpr int E_BYTES = ROWS * E_PITCH;
 
+// Three warpgroups with 128 sums a thread need more registers than an equal share of them. So the copying warp comes with
+// three that do nothing, a whole warpgroup, which hands over what it has: 512 threads with 128 each become 384 with 160. An
+// instruction may still not have more sums than 128 registers have room for, so two of them share the tokens.
+constexpr bool LENDS = WARPGROUPS > 2;
+constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32);
+
 // A shared-memory matrix of 64-byte rows under the 64-byte swizzle: 8 rows are 512 bytes.
 __device__ __forceinline__ u64 descriptor_64(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(512 >> 4) << 32 | (u64)2 << 62;
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
          const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
          const Work work, const Parts parts, const u16* __restrict__ row_scale, const float* token_scale) {
@@ -58,10 +65,12 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
   }
   begin_together();
 
-  if (warp == 4 * WARPGROUPS) {  // the copying warp
-    if (lane == 0) {
-      u64 policy;
+  if (warp >= 4 * WARPGROUPS) {  // the copying warp, and those that come with it
+    if (LENDS) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (threadIdx.x == CONSUMERS) {
+      u64 policy, often;  // x is wanted again by every set of rows
       asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+      asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(often));
       auto copy_rows = [&](u32 to, const TensorMap* map, int column, int rows, u32 barrier) {
 #if GATED
         copy_pairs(to, map, column, rows * (ROWS / 16), barrier, policy);
@@ -85,10 +94,10 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
       auto copy_x = [&](int stage, int token, int step) {
         const u32 barrier = shared_address(&full[stage]), to = ring + stage * STAGE_BYTES + rank * B_PART;
         if (CLUSTER > 1)
-          copy_tile_to(to, &x, step * 128, token + rank * (TOKENS / CLUSTER), barrier, policy,
+          copy_tile_to(to, &x, step * 128, token + rank * (TOKENS / CLUSTER), barrier, often,
                        (u16)((1 << CLUSTER) - 1));
         else
-          copy_tile(to, &x, step * 128, token, barrier, policy);
+          copy_tile(to, &x, step * 128, token, barrier, often);
       };
       Ring<STAGES> next;  // the stage to be filled
       for (int number = blockIdx.x / CLUSTER; number < pieces; number += clusters) {
@@ -115,6 +124,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     return;
   }
 
+  if (LENDS) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   const int group = warp / 4;
   Sum sum[ACCUMULATORS];
   u32 places_0[2] = {}, places_1[2] = {}, places_2[2] = {};  // positions, see decode_sm90.cu: sets that take turns
@@ -156,8 +166,11 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     const u32 a = a_first + now.stage * (STAGE_BYTES >> 4), b = b_first + now.stage * (STAGE_BYTES >> 4);
     hold();
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    WGMMA(sum, a_descriptor(a), full_descriptor(b), places[0], 0);
-    WGMMA(sum, a_descriptor(a + 2), full_descriptor(b + 4), places[1], 0);
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int part = 0; part < TOKENS; part += AT_ONCE)
+        WGMMA(sum + part / 2, a_descriptor(a + 2 * j), full_descriptor(b + 4 * j + 8 * part), places[j], 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     const int done = now.before();
     now.advance();
