@@ -46,8 +46,9 @@ WAYS = ("codes", "decode4", "decode", "widen", "reference")
 _FORCED = {"ampere": ("decode",), "hopper": ("codes", "decode4", "widen"), "reference": ("reference",)}
 _CODES: dict[torch.dtype, Codes] = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", FOUR_BIT: "int4"}
 
-#: Tokens up to which the weight's bytes are what counts.
-_FEW = 64
+#: Tokens up to which the weight's bytes are what counts; and up to which decode4, with several tiles of so
+#: many, takes less time than to widen the weight and multiply it (benchmarks/LOG.md).
+_FEW, _FEW_BY_TILES = 64, 192
 
 #: One token is a number of its own: the kernels for any GPU spend next to nothing on it, where those of
 #: Hopper multiply 8, and need it not rounded.
@@ -199,8 +200,9 @@ def choose(product: Product) -> Choice:
         if not usable:
             raise InputError(f"the backend {name} cannot run {product.key}.")
         known = [choice for choice in known if choice.backend in usable]
-    if product.bucket > _FEW and "widen" in usable:
-        usable = [way for way in usable if way not in ("decode", "decode4")]
+    if "widen" in usable:
+        most = {"decode": _FEW, "decode4": _FEW_BY_TILES}
+        usable = [way for way in usable if product.bucket <= most.get(way, product.bucket)]
     if product.activation is not None:  # in the same kernel, if there is a way: one launch less
         guess = _rule_of_thumb(product, usable[0])
         known = [choice for choice in [*known, guess] if _gates(product, choice)] or known
@@ -220,10 +222,14 @@ def _gates(product: Product, choice: Choice) -> bool:
 
 
 def _known(product: Product) -> list[Choice]:
-    """What the tables say of this product or else of the nearest one: a few tokens more, or bfloat16."""
+    """What the tables say of this product or else of the nearest one: a few tokens more, or bfloat16.
+
+    Of weights in threads' order also what they say of one tile, where several are the rule.
+    """
     at = BUCKETS.index(product.bucket)
+    by_tiles = (_FEW,) if product.streamed and _FEW < product.bucket <= _FEW_BY_TILES else ()
     for dtype in (product.dtype, torch.bfloat16):
-        for bucket in BUCKETS[at : at + 2]:
+        for bucket in (*BUCKETS[at : at + 2], *by_tiles):
             if found := tuning.known(replace(product, bucket=bucket, dtype=dtype).key, product.device):
                 return [Choice(c["backend"], c["config"]) for c in found]
     return []
