@@ -90,6 +90,10 @@ def test_the_dense_model_is_named_where_it_would_help(dense, text, tmp_path, two
     assert words not in twofour("quantize", pruned, tmp_path / "b", *how, "--teacher", dense).err
     assert words not in twofour("quantize", pruned, tmp_path / "c", "--scheme", "int4").err
     record = json.loads((pruned / "twofour.json").read_text())
+    record["steps"][-1]["options"]["method"] = "best"  # which has tuned its blocks towards it already
+    (pruned / "twofour.json").write_text(json.dumps(record))
+    assert words not in twofour("quantize", pruned, tmp_path / "e", *how).err
+    record["steps"][-1]["options"]["method"] = "magnitude"
     record["steps"].append({"verb": "recover", "options": {}})
     (pruned / "twofour.json").write_text(json.dumps(record))
     assert words not in twofour("quantize", pruned, tmp_path / "d", *how).err

@@ -135,3 +135,28 @@ def test_what_pruning_changed_is_repaired_by_half(rounding, taught, half, monkey
     assert set(followed) == {0.5 if half else 1.0}
     options = QuantizeOptions("int4", rounding=rounding, tune=True, teacher=teacher)
     assert options.tuning == (TUNING_TO_DENSE if half else TUNING)
+
+
+def test_tuning_towards_a_teacher_begins_with_what_the_layers_do(monkeypatch):
+    """Rounding then follows nobody: what is tuned has the codes of the model's own weights on its inputs."""
+
+    def nothing(*_):
+        raise AssertionError("a target was fitted")
+
+    begun = {}
+
+    def tune(block, rounded, *_):
+        begun.update({layer.name: codes for layer, codes in rounded.items()})
+        return rounded, None
+
+    monkeypatch.setattr(blocks, "fitted_target", nothing)
+    monkeypatch.setattr(blocks, "tune_", tune)
+    torch.manual_seed(0)
+    dense, which = TwoBlocks(Block, 32, SIZE).eval(), ["blocks.0.gate", "blocks.0.up"]
+    pruned = prune_(copy.deepcopy(dense), include=which)
+    own = {name: pruned.get_submodule(name).weight.detach().clone() for name in which}
+    quantize_(pruned, "int8", WINDOWS, smooth=False, tune=True, teacher=dense, include=which)
+    assert set(begun) == set(which)
+    for name, weight in own.items():
+        assert float((begun[name].weight() - weight).abs().max() / weight.abs().max()) < 0.02
+        assert not begun[name].weight()[weight == 0].any()

@@ -93,21 +93,26 @@ def command(
         )
     calibration = CalibrationOptions(calib, samples, seqlen, seed) if calib else None
     options = QuantizeOptions(scheme, group, how, smooth, tune, teacher)
-    if calibration and teacher is None and (dense := pruned_in_one_shot(model)):
+    if calibration and teacher is None and (dense := pruned_layer_by_layer(model)):
         note(f"Pruned from {dense}: --teacher {dense} --tune would win back some of what that lost.")
     run("quantize", model, out, options, include, exclude, calibration, resume, json)
 
 
-def pruned_in_one_shot(model: Path) -> str | None:
-    """The dense model, if it is there and nothing but a pruning has made this one of it."""
+def pruned_layer_by_layer(model: Path) -> str | None:
+    """The dense model, if it is there and nothing but a pruning of layers has made this one of it.
+
+    `best` has tuned its blocks towards the dense model already, and there is little to win back.
+    """
     from twofour.io.checkpoint import Checkpoint
     from twofour.io.record import was_permuted
     from twofour.io.recover import recorded_teacher
 
     checkpoint = Checkpoint(model)
     steps = checkpoint.record.get("steps", [])
-    comparable = bool(steps) and steps[-1].get("verb") == "prune" and not was_permuted(checkpoint.record)
-    return recorded_teacher(checkpoint) if comparable else None
+    if not steps or steps[-1].get("verb") != "prune" or was_permuted(checkpoint.record):
+        return None
+    method = steps[-1].get("options", {}).get("method")
+    return recorded_teacher(checkpoint) if method != "best" else None
 
 
 def run(

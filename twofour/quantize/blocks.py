@@ -69,7 +69,8 @@ def quantize_blocks(
 ) -> None:
     """Round the layers block by block, and tune each block if there is a `tune`. `keep` is given the results.
     The blocks behind it get to see what is stored, with activations rounded as they will be. With a `teacher`
-    all this is done to come near to it, and not to the model as it was. `restore` puts a finished block back
+    this is done to come near to it, and not to the model as it was: by the tuning, if there is one, which
+    begins with the layers as they are, and else by the rounding. `restore` puts a finished block back
     and says which layers it had. `may_change` can forbid to tune a norm or bias."""
 
     def change(block: Block) -> None:
@@ -81,7 +82,9 @@ def quantize_blocks(
         plain = (([layer], block.grams.pop(layer), None) for layer in list(block.layers))
         for stage, gram, drift in plain if rounding == "nearest" else inputs_in_order(block, scheme):
             matrices = {layer: layer.to_matrix(before[layer]) for layer in stage}
-            if block.teacher is not None and drift is not None:
+            if block.teacher is not None and tune is not None:
+                drift = None  # tuning goes to the teacher, and best from what the layers do themselves
+            elif block.teacher is not None and drift is not None:
                 aims |= {layer: layer.to_matrix(_weight(block, layer, block.teacher)) for layer in stage}
             together = (matrices, aims, scheme, rounding, gram, drift, follow, own)
             for layer, codes in _round_together(*together).items():
