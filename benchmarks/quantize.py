@@ -197,6 +197,8 @@ def run(given: argparse.Namespace, work: Path) -> None:
         options = QuantizeOptions(scheme, group, how, "smooth" in extras, "tune" in extras, teacher)
         joint = rounding == "joint"
         for method in ["joint"] if joint else given.methods:
+            if method == "best" and teacher is not None and not options.tune:
+                continue  # `quantize` refuses it: such a model was tuned towards the teacher before
             out = work / f"{method} {name}".replace(" ", "-")
             made = quantized(out, source if joint else work / f"pruned-{method}", options)
             what = {"scheme": scheme, "group": group, "rounding": rounding}

@@ -77,6 +77,13 @@ def test_teachers_that_are_refused(dense, pruned, packed, text, tmp_path, twofou
     options = CalibrationOptions(text, samples=6, seqlen=32, permute=True)
     prune_checkpoint(dense, reordered, "admm", calibration=options)
     assert "--permute" in told("--teacher", dense, *calib, source=reordered)
+    tuned = tmp_path / "tuned"
+    prune_checkpoint(dense, tuned, "best", calibration=CalibrationOptions(text, samples=8, seqlen=16))
+    assert "would undo it" in told("--teacher", dense, *calib, source=tuned)
+    ran = twofour(
+        *("quantize", tuned, tmp_path / "out", "--scheme", "int4", "--teacher", dense, *calib, "--tune")
+    )
+    assert ran.status == 0, ran.err
     with pytest.raises(InputError, match="which is its teacher"):
         QuantizeOptions("int4", rounding="joint", teacher=dense).settled(True)
 

@@ -104,15 +104,15 @@ def pruned_layer_by_layer(model: Path) -> str | None:
     `best` has tuned its blocks towards the dense model already, and there is little to win back.
     """
     from twofour.io.checkpoint import Checkpoint
-    from twofour.io.record import was_permuted
+    from twofour.io.record import was_permuted, was_tuned
     from twofour.io.recover import recorded_teacher
 
     checkpoint = Checkpoint(model)
     steps = checkpoint.record.get("steps", [])
-    if not steps or steps[-1].get("verb") != "prune" or was_permuted(checkpoint.record):
+    just_pruned = bool(steps) and steps[-1].get("verb") == "prune"
+    if not just_pruned or was_permuted(checkpoint.record) or was_tuned(checkpoint.record):
         return None
-    method = steps[-1].get("options", {}).get("method")
-    return recorded_teacher(checkpoint) if method != "best" else None
+    return recorded_teacher(checkpoint)
 
 
 def run(

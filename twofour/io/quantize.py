@@ -24,7 +24,7 @@ from twofour.io.format import is_packed, packed_config, stub
 from twofour.io.pack import layers_to_pack, lowrank_of
 from twofour.io.prune_calibrated import CalibrationOptions, read_pruned
 from twofour.io.quantize_calibrated import PARTS, FinishedWork, described_layer, quantize_into
-from twofour.io.record import add_step, summary, was_permuted
+from twofour.io.record import add_step, summary, was_permuted, was_tuned
 from twofour.io.stream import rewrite
 from twofour.io.structure import CheckpointLayers
 from twofour.io.writer import CheckpointWriter, require_new
@@ -190,7 +190,9 @@ def quantize_checkpoint(
     _refuse_corrections(lowrank_of(checkpoint))
     layers = layers_to_pack(checkpoint, include, exclude)
     modules = {key.removesuffix(".weight"): layer.shape for key, layer in layers.by_tensor.items()}
-    teacher = None if options.teacher is None else _teacher(options.teacher, checkpoint, layers)
+    teacher = None
+    if options.teacher is not None:
+        teacher = _teacher(options.teacher, checkpoint, layers, tunes=options.tune)
     joint = rounding == "joint"
     recorded: dict[str, Any] = {"scheme": scheme.name, "group": scheme.group}
     recorded |= {"method": "joint"} if joint else {"rounding": rounding}
@@ -268,7 +270,7 @@ def quantize_checkpoint(
     return step
 
 
-def _teacher(path: Any, checkpoint: Checkpoint, layers: CheckpointLayers) -> Checkpoint:
+def _teacher(path: Any, checkpoint: Checkpoint, layers: CheckpointLayers, tunes: bool) -> Checkpoint:
     """The dense model, after a look at whether it is one, and the one that the other was pruned from."""
     teacher = Checkpoint(path)
     hint = "Give the dense model that this one was pruned from."
@@ -279,6 +281,12 @@ def _teacher(path: Any, checkpoint: Checkpoint, layers: CheckpointLayers) -> Che
             f"{checkpoint.directory} was pruned with --permute, so its channels have another order than the "
             "teacher's.",
             hint="Leave --teacher out, or prune without --permute.",
+        )
+    if was_tuned(checkpoint.record) and not tunes:
+        raise InputError(
+            f"{checkpoint.directory} was pruned by best, which has tuned its blocks towards the dense model: "
+            "to fit its layers to that once more, one by one, would undo it.",
+            hint="Add --tune, or leave --teacher out.",
         )
     for key, info in checkpoint.tensors.items():
         own = teacher.tensors.get(key)

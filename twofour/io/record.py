@@ -26,6 +26,11 @@ def was_permuted(record: dict[str, Any]) -> bool:
     return bool((last_step(record, "prune") or {}).get("options", {}).get("permute"))
 
 
+def was_tuned(record: dict[str, Any]) -> bool:
+    """Whether pruning has tuned blocks towards the dense model."""
+    return (last_step(record, "prune") or {}).get("options", {}).get("method") == "best"
+
+
 def summary(record: dict[str, Any]) -> list[str]:
     """The steps in a few words each, for config.json."""
     return [
