@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.quantize.models import TwoBlocks
-from twofour.calibrate.blocks import run_blocks
+from twofour.calibrate.blocks import Teacher, run_blocks
 from twofour.io.quantize import QuantizeOptions, quantize_
 from twofour.nn.quantized import QuantizedLinear
 from twofour.pattern import check_pattern
@@ -137,7 +137,7 @@ def test_what_pruning_changed_is_repaired_by_half(rounding, taught, half, monkey
     assert options.tuning == (TUNING_TO_DENSE if half else TUNING)
 
 
-def test_tuning_towards_a_teacher_begins_with_what_the_layers_do(monkeypatch):
+def test_without_a_fit_tuning_begins_with_what_the_layers_do(monkeypatch):
     """Rounding then follows nobody: what is tuned has the codes of the model's own weights on its inputs."""
 
     def nothing(*_):
@@ -155,7 +155,11 @@ def test_tuning_towards_a_teacher_begins_with_what_the_layers_do(monkeypatch):
     dense, which = TwoBlocks(Block, 32, SIZE).eval(), ["blocks.0.gate", "blocks.0.up"]
     pruned = prune_(copy.deepcopy(dense), include=which)
     own = {name: pruned.get_submodule(name).weight.detach().clone() for name in which}
-    quantize_(pruned, "int8", WINDOWS, smooth=False, tune=True, teacher=dense, include=which)
+    layers = select(pruned, which).layers
+    blocks.quantize_blocks(
+        *(pruned, layers, WINDOWS, SCHEMES["int8"], "compensated", lambda *_: None),
+        **{"device": "cpu", "tune": TUNING_TO_DENSE, "teacher": Teacher(dense), "fit": False},
+    )
     assert set(begun) == set(which)
     for name, weight in own.items():
         assert float((begun[name].weight() - weight).abs().max() / weight.abs().max()) < 0.02

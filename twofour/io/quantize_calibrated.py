@@ -29,6 +29,7 @@ from twofour.io.prune_calibrated import (
     open_for_calibration,
     parameters_in_files,
 )
+from twofour.io.record import was_tuned
 from twofour.io.structure import CheckpointLayers
 from twofour.packed import unpack
 from twofour.progress import OnProgress
@@ -118,6 +119,7 @@ def quantize_into(
             prepare=smoothing,
             tune=tune,
             teacher=followed,
+            fit=not was_tuned(checkpoint.record),  # what pruning has tuned, a fit layer by layer would undo
             may_change=beside.__contains__,
             dtypes={layer: checkpoint_dtype(checkpoint, key) for layer, key in keys.items()},
             finished=finished,

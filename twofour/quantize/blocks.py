@@ -62,6 +62,7 @@ def quantize_blocks(
     device: torch.device | str,
     tune: Reconstruct | None = None,
     teacher: Teacher | None = None,
+    fit: bool = True,
     may_change: Callable[[str], bool] = lambda name: True,
     dtypes: dict[Layer, torch.dtype] | None = None,
     restore: Callable[[int], list[Layer]] | None = None,
@@ -69,8 +70,8 @@ def quantize_blocks(
 ) -> None:
     """Round the layers block by block, and tune each block if there is a `tune`. `keep` is given the results.
     The blocks behind it get to see what is stored, with activations rounded as they will be. With a `teacher`
-    this is done to come near to it, and not to the model as it was: by the tuning, if there is one, which
-    begins with the layers as they are, and else by the rounding. `restore` puts a finished block back
+    all this is done to come near to it, and not to the model as it was; without `fit` only the tuning, which
+    then begins with what the layers do themselves. `restore` puts a finished block back
     and says which layers it had. `may_change` can forbid to tune a norm or bias."""
 
     def change(block: Block) -> None:
@@ -82,8 +83,8 @@ def quantize_blocks(
         plain = (([layer], block.grams.pop(layer), None) for layer in list(block.layers))
         for stage, gram, drift in plain if rounding == "nearest" else inputs_in_order(block, scheme):
             matrices = {layer: layer.to_matrix(before[layer]) for layer in stage}
-            if block.teacher is not None and tune is not None:
-                drift = None  # tuning goes to the teacher, and best from what the layers do themselves
+            if block.teacher is not None and not fit:
+                drift = None
             elif block.teacher is not None and drift is not None:
                 aims |= {layer: layer.to_matrix(_weight(block, layer, block.teacher)) for layer in stage}
             together = (matrices, aims, scheme, rounding, gram, drift, follow, own)
