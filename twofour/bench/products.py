@@ -167,7 +167,8 @@ def run_products(
         about |= {"scheme": scheme.name, "group": scheme.group}
     random = torch.Generator(device).manual_seed(seed)
     total = len(shapes) * sum(len(names) for names in at.values())
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = [] if into is None else into
+    first = len(rows)
     for name, (n, k) in shapes.items():
         small = packed_bytes(n, k, dtype) if scheme is None else quantized_bytes(scheme)(n, k, dtype)
         count = copies or copies_past_l2(int(small), device)
@@ -182,17 +183,15 @@ def run_products(
                 cell[which] = {"shape": name, "rows": n, "columns": k, "tokens": m, **about}
                 cell[which] |= {"contender": which, "copies": count}
                 cell[which]["turns"] = GRAPH_ROUNDS if device.type == "cuda" else ROUNDS
-            _Cell(cell, made, known, x, check).measure(partial(on_progress, len(rows), total))
+            _Cell(cell, made, known, x, check).measure(partial(on_progress, len(rows) - first, total))
             for which in present:
                 _derive(cell[which], known[which], cell, baselines, ceilings, dtype)
             rows += cell.values()
-            if into is not None:
-                into += cell.values()
             del x, check, cell
         del weights, made, given_bias
         free(device)
     on_progress(total, total, "done")
-    return rows
+    return rows[first:]
 
 
 def _random_weights(
