@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twofour.bench.random_codes import random_codes
-from twofour.kernels import hopper, hopper_choices, hopper_source, token_codes, widen
+from twofour.kernels import hopper, hopper_choices, hopper_launch, hopper_source, token_codes, widen
 from twofour.packed import FOUR_BIT, unpack
 from twofour.quantize.schemes import SCHEMES
 
@@ -79,13 +79,15 @@ def test_widening_compiles(architecture, codes, dtype, scales, streamed, tmp_pat
 
 
 def tile_of_positions(meta: torch.Tensor, step: int) -> bytes:
-    """64 rows × 32 bytes, those of 256 columns, as the copy engine puts them down: under the swizzle of 32
-    bytes the bit 4 of an address is turned where its bit 7 is set."""
-    tile = bytearray(64 * 32)
+    """64 rows × 64 bytes, those of 512 columns, as the copy engine puts them down: of every 16 rows those with
+    even numbers first, and under the swizzle of 64 bytes the bits 4 and 5 of an address are turned where
+    bits 7 and 8 are set."""
+    tile = bytearray(64 * 64)
     for row in range(64):
-        for byte in range(32):
-            at = 32 * row + byte
-            tile[at ^ (at >> 7 & 1) << 4] = int(meta[row, 32 * (step // 2) + byte])
+        place = row // 16 * 16 + row % 2 * 8 + row % 16 // 2
+        for byte in range(64):
+            at = 64 * place + byte
+            tile[at ^ (at >> 7 & 3) << 4] = int(meta[row, 64 * (step // 4) + byte])
     return bytes(tile)
 
 
@@ -95,7 +97,7 @@ def words_that_the_kernel_loads(meta: torch.Tensor, step: int) -> list[list[int]
     for thread in range(128):
         warp, lane = thread // 32, thread % 32
         row = 16 * warp + lane // 4 + lane % 2 * 8
-        first = 32 * row + 16 * (step % 2 ^ (row >> 2 & 1)) + lane // 2 % 2 * 4
+        first = 64 * row + 16 * (step % 4 ^ row * 64 // 128 % 4) + lane // 2 % 2 * 4
         words.append([int.from_bytes(tile[at : at + 4], "little") for at in (first, first + 8)])
     return words
 
@@ -125,17 +127,49 @@ def test_positions_reach_the_instruction_in_its_order():
         for half in range(2):
             read = positions_that_wgmma_reads([both[half] for both in words])
             assert len(read) == 64 * 16
-            for (row, group), places in read.items():
+            for (place, group), places in read.items():
+                row = place // 16 * 16 + place % 8 * 2 + place // 8 % 2
                 column = 128 * step + 64 * half + 4 * group
                 kept = tuple(weight[row, column : column + 4].nonzero().flatten().tolist())
                 assert places == kept, (row, column)
+
+
+def test_a_copy_takes_every_second_row(monkeypatch):
+    """So that the two rows of which wgmma leaves a thread the sums, 8 apart, are neighbours in y."""
+    described = {}
+
+    def describe(at, element, address, sizes, strides, box, swizzle):
+        described[at] = (sizes, strides, box, swizzle)
+
+    monkeypatch.setattr(hopper_launch, "_describe", describe)
+    hopper_launch._describe_rows(0, INT8, 0, 48, 1024, 1024, 64, 128, 2, hopper_launch._SECONDS)
+    (columns, *counts), strides, (wide, *box), swizzle = described[0]
+    assert (columns, wide, swizzle, 8 * 2 * counts[2]) == (1024, 64, 2, 48)
+    assert (box[0], box[1], box[2] * 16) == (8, 2, 128)
+    rows = [
+        (a * strides[0] + b * strides[1] + c * strides[2]) // 1024
+        for c in range(counts[2])
+        for b in range(box[1])
+        for a in range(box[0])
+    ]
+    assert rows[:16] == [0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15]
+    assert sorted(rows) == list(range(48))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("n", [1000, 1004, 1008])
+def test_rows_that_come_in_no_sixteens_go_to_the_kernel_for_few_tokens(n, gated):
+    configs = [hopper_choices.guess8(n, 4096, 2048, gated=gated), *hopper_choices.configs8(2048, n)]
+    for config in configs:
+        assert isinstance(config, hopper.Decode8) or n % 16 == 0
+    assert any(isinstance(config, hopper.Prefill8) for config in configs) == (n % 16 == 0)
 
 
 def test_every_candidate_for_many_tokens_fits_the_multiprocessor():
     for tokens in (33, 128, 129, 1024, 8192):
         for config in hopper_choices.configs8(tokens, 4096):
             if isinstance(config, hopper.Prefill8):
-                of_its_own = (4096 + 4 * config.tokens) * config.warpgroups  # sums on their way, and scales
+                of_its_own = 4 * config.tokens * config.warpgroups  # scales of tokens
                 assert config.shared_bytes + of_its_own + 512 <= 227 << 10
                 assert config.stages >= 4
                 assert config.threads <= 512

@@ -194,7 +194,8 @@ class Prefill:
         """Every cluster takes a unit a round. Those left for the last round are cut if they are few."""
         left = units % resident
         may_cut = left and self.warpgroups < 3  # as in cuda/tiles_sm90.cuh
-        most = min(resident // left, (steps + 1) // 2) if may_cut else 1
+        together = 8 * self.position_bytes // self.step  # steps whose positions are not parted
+        most = min(resident // left, -(-steps // together)) if may_cut else 1
         parts = min(range(1, most + 1), key=lambda parts: round_of_parts(parts, steps))
         if parts == 1:
             return Shares(min(units, resident) * self.cluster, units)
@@ -212,12 +213,12 @@ class Prefill8(Prefill):
     kernel: ClassVar[str] = "prefill8"
     source: ClassVar[str] = "prefill8"
     value_bytes: ClassVar[int] = 64
-    e_stages: ClassVar[int] = 3
+    position_bytes: ClassVar[int] = 64
 
     @property
     def threads(self) -> int:
-        """A copying warp beside more than two warpgroups is one of four, so that these have its registers."""
-        return 128 * self.warpgroups + (128 if self.warpgroups > 2 else 32)
+        """The copying warp is one of four, so that the others can have the registers of a whole warpgroup."""
+        return 128 * self.warpgroups + 128
 
     @property
     def at_once(self) -> int:
@@ -226,7 +227,7 @@ class Prefill8(Prefill):
 
     @property
     def stages(self) -> int:
-        beside = 1024 + BARRIERS + (4096 + 4 * self.tokens) * self.warpgroups  # sums, and scales of tokens
+        beside = 1024 + BARRIERS + 4 * self.tokens * self.warpgroups  # scales of tokens
         return min((SHARED_BYTES - beside - self._position_ring) // self.stage_bytes, 10)
 
     @property

@@ -30,15 +30,15 @@ def configs(tokens: int, n: int = 8) -> list[Config]:
     return list(dict.fromkeys(few + many))
 
 
-def configs8(tokens: int, n: int = 8) -> list[Decode8 | Prefill8]:
-    """Candidates for products of codes."""
+def configs8(tokens: int, n: int = 16) -> list[Decode8 | Prefill8]:
+    """Candidates for products of codes. `n`: rows, of both matrices if gated."""
     few: list[Decode8 | Prefill8] = []
-    if tokens <= 256 or n % 8:
+    if tokens <= 256 or n % 16:
         room = _room(tokens)
         heights = (1, 2, 3, 4) if tokens <= 64 else (1, 2, 4)
         for resident, warpgroups, split, step in itertools.product((2, 1), heights, (1, 2, 4), (256, 512)):
             few += [c] if (c := _fit8(room, warpgroups, split, step, resident)) else []
-    if tokens <= 32 or n % 8:
+    if tokens <= 32 or n % 16:
         return list(dict.fromkeys(few))
     many = [Prefill8(**asdict(config)) for config in _prefill_configs(tokens) if config.warpgroups == 2]
     if tokens > 128:  # x is read for more rows at a time
@@ -83,7 +83,8 @@ def guess4(rows: int, tokens: int, processors: int = 132, gated: bool = False) -
 
 def guess8(n: int, k: int, tokens: int, processors: int = 132, gated: bool = False) -> Decode8 | Prefill8:
     """As `guess` for products of codes, the tiles being the same in bytes. `n`: rows, of both if gated."""
-    few = guess(n // 2 if gated else n, k, tokens, processors, gated)
+    rows = n // 2 if gated else n if n % 16 == 0 else n + 1  # what is odd goes to the kernel for few tokens
+    few = guess(rows, k, tokens, processors, gated)
     if isinstance(few, Decode):
         fitted = _fit8(few.tokens, few.warpgroups, few.split, 2 * few.step, 1)
         return fitted or _fit8(few.tokens, few.warpgroups, few.split, 256, 1) or configs8(tokens, n)[0]

@@ -30,7 +30,8 @@ _ELEMENT = {
     torch.float8_e4m3fn: 0,
 }  # CUtensorMapDataType
 _WORDS = 2  # CU_TENSOR_MAP_DATA_TYPE_UINT32
-_SWIZZLE_32, _SWIZZLE_64, _SWIZZLE_128 = 1, 2, 3
+_SWIZZLE_64, _SWIZZLE_128 = 2, 3
+_PLAIN, _GATED, _SECONDS = "plain", "gated", "every second"  # in which order a copy takes rows
 _MARK = int.from_bytes(os.urandom(8), "little") | 1  # not found in memory by chance, and not zero
 _KEPT_LAUNCHES = 4096  # of one shape: more than any model has layers, few enough to forget a lost model's
 
@@ -75,6 +76,8 @@ class Launches:
         together = ROWS if isinstance(config, Decode4) else 8
         if self.gated and not (config.gates and n % together == 0):
             raise ValueError(f"{config} cannot end in a gated activation of {n} features")
+        if isinstance(config, Prefill8) and not self.gated and n % 16:
+            raise ValueError(f"{config} needs a multiple of 16 rows, not {n}")
         self.function = nvrtc.load(
             source(config, dtype, activation, codes, ordered),
             ARCHITECTURE,
@@ -139,17 +142,18 @@ class _Launch:
         self.pointers = (ctypes.c_uint64 * 8)(0, 0, 0, 0, 0, _MARK, values, meta)
         four_bit = isinstance(config, Decode4)  # whose weights are copied as they lie
         if not four_bit:
-            swizzle, of_positions = _SWIZZLE_128, 0
-            if isinstance(config, Prefill8):
-                swizzle, of_positions = _SWIZZLE_64, _SWIZZLE_32
+            swizzle, of_positions = (
+                (_SWIZZLE_64, _SWIZZLE_64) if isinstance(config, Prefill8) else (_SWIZZLE_128, 0)
+            )
             box, pitch = config.value_bytes // dtype.itemsize, k // 2 * dtype.itemsize
-            _describe_rows(maps, dtype, values, n, k // 2, pitch, box, rows, swizzle, of.gated)
+            order = _GATED if of.gated else _SECONDS if isinstance(config, Prefill8) else _PLAIN
+            _describe_rows(maps, dtype, values, n, k // 2, pitch, box, rows, swizzle, order)
             columns = 8 * config.position_bytes
             if of.ordered:
                 _describe_ordered(maps + 128, meta, n, k, columns, rows, of.gated)
             else:
                 of_rows = (n, k // 8, k // 8, config.position_bytes, rows)
-                _describe_rows(maps + 128, torch.uint8, meta, *of_rows, of_positions, of.gated)
+                _describe_rows(maps + 128, torch.uint8, meta, *of_rows, of_positions, order)
         self.config, self.room, self.resident = config, config.tokens, of.resident
         self.row_units, self.steps = config.row_units(2 * n if of.gated else n), -(-k // config.step)
         self.tiles = 0  # of the last call, and how these are shared out
@@ -232,18 +236,23 @@ def _describe_rows(
     box_columns: int,
     box_rows: int,
     swizzle: int,
-    gated: bool,
+    order: str,
 ) -> None:
     """Describe a row-major matrix of `pitch` bytes a row at `at`, for copies of box_rows × box_columns.
 
     A gated one has 2n rows, and a copy takes eight of the first n and eight of the others in turns: the
-    dimensions, fastest first, are the column, the row within eight, which half, and which eight.
+    dimensions, fastest first, are the column, the row within eight, which half, and which eight. Or it takes
+    of every 16 rows first those with even numbers, then the others.
     """
-    if gated:
+    sizes: tuple[int, ...] = (columns, n)
+    strides: tuple[int, ...] = (pitch,)
+    box: tuple[int, ...] = (box_columns, box_rows)
+    if order == _GATED:
         sizes, strides = (columns, 8, 2, n // 8), (pitch, n * pitch, 8 * pitch)
-        box: tuple[int, ...] = (box_columns, 8, 2, box_rows // 16)
-    else:
-        sizes, strides, box = (columns, n), (pitch,), (box_columns, box_rows)  # type: ignore[assignment]
+    elif order == _SECONDS:
+        sizes, strides = (columns, 8, 2, n // 16), (2 * pitch, pitch, 16 * pitch)
+    if order != _PLAIN:
+        box = (box_columns, 8, 2, box_rows // 16)
     _describe(at, _ELEMENT[dtype], address, sizes, strides, box, swizzle)
 
 

@@ -2,7 +2,7 @@
 //
 // The plan is prefill_sm90.cu's: blocks that stay and take tile after tile, a cluster whose blocks share the tokens' tile,
 // one copying warp. What differs: values and x of 128 columns make up one stage, and there is one ring of them. Positions
-// of 256 columns, 32 bytes a row, what the memory gives at once, have a ring of their own.
+// of 512 columns, 64 bytes a row, have a ring of their own. And sums do not turn in shared memory on their way to y.
 //
 // Products of 8 bits are so short that copies and products take about the same time, and neither hides anything else: the
 // wait for a stage and for its positions must lie under products that run (benchmarks/LOG.md: a tenth of the time and more).
@@ -11,25 +11,79 @@
 //
 // Compiled per configuration: TOKENS, AT_ONCE (tokens of one instruction), WARPGROUPS, CLUSTER, STAGES, E_STAGES, GATED (see
 // decode_sm90.cu), CODES (1 e4m3, 2 int8) and FP16 or bf16, the type of y; WGMMA(…) is generated, tiles_sm90.cuh comes first.
-// n must be a multiple of 8, k of 128.
+// n must be a multiple of 16 (of 8 where GATED), k of 128.
 
 constexpr int A_BYTES = ROWS * 64;                // 64 values, that is 128 columns, of each row
 constexpr int B_BYTES = TOKENS * 128;             // 128 columns of x
 constexpr int B_PART = B_BYTES / CLUSTER;         // what one block of the cluster fetches
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int E_PITCH = 32;                       // bytes of positions of 256 columns
+constexpr int E_STEPS = COLUMNS / 128;             // for which positions come together
+constexpr int E_PITCH = COLUMNS / 8;              // bytes of a row's
 constexpr int E_BYTES = ROWS * E_PITCH;
 
-// Three warpgroups with 128 sums a thread need more registers than an equal share of them. So the copying warp comes with
-// three that do nothing, a whole warpgroup, which hands over what it has: 512 threads with 128 each become 384 with 160. An
-// instruction may still not have more sums than 128 registers have room for, so two of them share the tokens.
-constexpr bool LENDS = WARPGROUPS > 2;
-constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32);
+// Those who multiply need more registers than an equal share of them. So the copying warp comes with three that do nothing,
+// a whole warpgroup, which hands over what it has: three times 168 become 224, 224 and 56, or four times 128 three times 160
+// and 32. With four an instruction may still not have more sums than 128 registers have room for: two share the tokens.
+constexpr int THREADS = CONSUMERS + 128, REGISTERS = WARPGROUPS > 2 ? 160 : 224, LEFT = WARPGROUPS > 2 ? 32 : 56;
 
 // A shared-memory matrix of 64-byte rows under the 64-byte swizzle: 8 rows are 512 bytes.
 __device__ __forceinline__ u64 descriptor_64(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(512 >> 4) << 32 | (u64)2 << 62;
 }
+
+// The way of a thread's sums to y: times the scales of row and token, plus the bias, rounded, and stored, without a detour
+// through shared memory, which the products leave little time for (benchmarks/LOG.md: a tenth of the time).
+//
+// A thread has the sums of two rows. The copy engine has put every second row of 16 into the first eight, so these
+// two are neighbours, and eight threads have 32 bytes of a token. Of a gate and the matrix beside it they become
+// one: there two threads exchange tokens, so that each has two neighbours of one.
+struct Outgoing {
+  int row, token;               // the first of y that this thread writes; tokens are those of the tile
+  float low, high;              // the biases of its two rows
+  float low_scale, high_scale;  // and their scales: asked for at the beginning of a tile, as it takes long
+
+  __device__ __forceinline__ Outgoing(const Unit& at, const u16* __restrict__ bias, const u16* __restrict__ row_scale,
+                                      int n) {
+    const int warp = threadIdx.x / 32, eighth = threadIdx.x % 32 / 4;
+#if GATED
+    const int own = at.rows * (ROWS / 2) + 8 * warp + eighth, beside = n + own;
+    row = own - eighth % 2, token = 2 * (threadIdx.x % 4) + eighth % 2;
+#else
+    const int own = at.rows * ROWS + 16 * warp + 2 * eighth, beside = own + 1;
+    row = own, token = 2 * (threadIdx.x % 4);
+#endif
+    low = bias && own < n ? from_16_bit(bias[own]) : 0.f;
+    high = bias && own < n ? from_16_bit(bias[beside]) : 0.f;
+    low_scale = own < n ? from_16_bit(row_scale[own]) : 1.f;
+    high_scale = own < n ? from_16_bit(row_scale[beside]) : 1.f;
+  }
+
+  // `left`: tokens of y from the tile's first on.
+  __device__ __forceinline__ void write(const Sum (&sum)[ACCUMULATORS], const float* token_scales, u16* __restrict__ y,
+                                        int n, int left) const {
+    u16* to = y + (long long)token * n + row;
+    left = row < n ? left - token : 0;
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; ++j) {
+      const float2 scale = *(const float2*)(token_scales + 8 * j + 2 * (threadIdx.x % 4));
+      const Sum* of = sum + 4 * j;
+      const float a = of[0] * (scale.x * low_scale) + low, b = of[1] * (scale.y * low_scale) + low;
+      const float c = of[2] * (scale.x * high_scale) + high, d = of[3] * (scale.y * high_scale) + high;
+#if GATED
+      const u32 own = pack_two(activate(a) * c, activate(b) * d);
+      const u32 other = __shfl_xor_sync(0xffffffff, own, 4);
+      store(to, token % 2 ? __byte_perm(own, other, 0x3276) : __byte_perm(own, other, 0x5410), left > 8 * j);
+#else
+      store(to, pack_two(a, c), left > 8 * j);
+      store(to + n, pack_two(b, d), left > 8 * j + 1);
+#endif
+      to += 8ll * n;
+    }
+  }
+  __device__ __forceinline__ static void store(u16* to, u32 two, bool is_there) {
+    if (is_there) asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(two) : "memory");
+  }
+};
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
@@ -42,7 +96,6 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
   const u32 e_ring = ring + STAGES * STAGE_BYTES;
   const char* e_tiles = shared + STAGES * STAGE_BYTES;
   __shared__ alignas(8) u64 full[STAGES], empty[STAGES], e_full[E_STAGES], e_empty[E_STAGES];
-  __shared__ alignas(16) char turning[4 * WARPGROUPS][2][512];  // two turns of a warp's sums
   __shared__ alignas(8) float token_scales[WARPGROUPS][TOKENS];
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -66,25 +119,24 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
   begin_together();
 
   if (warp >= 4 * WARPGROUPS) {  // the copying warp, and those that come with it
-    if (LENDS) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LEFT));
     if (threadIdx.x == CONSUMERS) {
-      u64 policy, often;  // x is wanted again by every set of rows
-      asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+      u64 policy, often;  // x is wanted again by every set of rows, W only if not all its tiles have their turn at once
+      if (work.grouped * work.tiles <= clusters)
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+      else
+        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(often));
       auto copy_rows = [&](u32 to, const TensorMap* map, int column, int rows, u32 barrier) {
-#if GATED
-        copy_pairs(to, map, column, rows * (ROWS / 16), barrier, policy);
-#else
-        copy_tile(to, map, column, rows * ROWS, barrier, policy);
-#endif
+        copy_pairs(to, map, column, rows * (ROWS / 16), barrier, policy);  // every second row, or rows of two matrices
       };
       Ring<E_STAGES> e;  // the buffer of positions to be filled next
       auto copy_weights = [&](int stage, int rows, int step) {
-        if (step % 2 == 0) {
+        if (step % E_STEPS == 0) {
           const u32 barrier = shared_address(&e_full[e.stage]);
           barrier_wait(shared_address(&e_empty[e.stage]), e.phase ^ 1);  // the first round passes at once
           barrier_expect(barrier, E_BYTES);
-          copy_rows(e_ring + e.stage * E_BYTES, &positions, step / 2 * E_PITCH, rows, barrier);
+          copy_rows(e_ring + e.stage * E_BYTES, &positions, step / E_STEPS * E_PITCH, rows, barrier);
           e.advance();
         }
         const u32 barrier = shared_address(&full[stage]);
@@ -105,7 +157,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
         const int end = piece.first + piece.steps;
         int fetched = piece.first;
         if (number == blockIdx.x / CLUSTER) {  // W does not depend on the kernel before this one, x may be its work
-          const int ahead = min(min(STAGES, 2 * E_STAGES), piece.steps);  // for which there are buffers
+          const int ahead = min(min(STAGES, E_STEPS * E_STAGES), piece.steps);  // for which there are buffers
           for (int stage = 0; stage < ahead; ++stage) copy_weights(stage, piece.at.rows, fetched++);
           asm volatile("griddepcontrol.wait;" ::: "memory");
         }
@@ -124,7 +176,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     return;
   }
 
-  if (LENDS) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
   const int group = warp / 4;
   Sum sum[ACCUMULATORS];
   u32 places_0[2] = {}, places_1[2] = {}, places_2[2] = {};  // positions, see decode_sm90.cu: sets that take turns
@@ -134,7 +186,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
   // the two rows of their sums, odd ones in the lower.
   const int row = 16 * warp + lane / 4 + lane % 2 * 8;
   const char* e_first = e_tiles + row * E_PITCH + lane / 2 % 2 * 4;
-  const int turned = row >> 2 & 1;  // the copy engine lets halves of 32 bytes change places, so that banks do not clash
+  const int turned = row * E_PITCH / 128 % E_STEPS;  // the copy engine lets 16 bytes change places, lest banks clash
   Ring<E_STAGES> e, e_done;         // positions to be fetched next, and not needed any more next
 
   auto hold = [&]() {  // the compiler must not move sums across the products that it cannot see writing them
@@ -152,11 +204,11 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     e_done.advance();
   };
   auto fetch = [&](int step, u32(&places)[2]) {  // of the stage that is next
-    if (step % 2 == 0) barrier_wait(shared_address(&e_full[e.stage]), e.phase);
-    const char* at = e_first + e.stage * E_BYTES + 16 * (step % 2 ^ turned);
+    if (step % E_STEPS == 0) barrier_wait(shared_address(&e_full[e.stage]), e.phase);
+    const char* at = e_first + e.stage * E_BYTES + 16 * (step % E_STEPS ^ turned);
     places[0] = *(const u32*)at;
     places[1] = *(const u32*)(at + 8);
-    if (step % 2) e.advance();
+    if (step % E_STEPS == E_STEPS - 1) e.advance();
     barrier_wait(shared_address(&full[now.stage]), now.phase);
   };
   // 128 columns, as two products. While they and those before run, the next stage is waited for and its positions are
@@ -180,7 +232,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     asm volatile("" : "+r"(before[0]), "+r"(before[1]), "+r"(places[0]), "+r"(places[1])::"memory");
     if (step) {
       release(done);
-      if (step % 2 == 0) release_positions();
+      if (step % E_STEPS == 0) release_positions();
     }
   };
 
@@ -200,6 +252,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
       const int token = member + 128 * j;
       coming[j] = token < TOKENS && at.token + token < tokens ? load_fresh(token_scale + at.token + token) : 1.f;
     }
+    const Outgoing out(at, bias, row_scale, n);
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0;
     fetch(0, places_0);
@@ -208,7 +261,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
       if (step + 1 < steps) multiply(step + 1, steps, places_0, places_1, places_2);
       if (step + 2 < steps) multiply(step + 2, steps, places_1, places_2, places_0);
     }
-    if (steps % 2) e.advance();  // the second half of its positions is beyond the edge
+    if (steps % E_STEPS) e.advance();  // the rest of its positions is beyond the edge
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     hold();
     asm volatile("" : "+r"(places_0[0]), "+r"(places_0[1]), "+r"(places_1[0]), "+r"(places_1[1])::"memory");
@@ -227,8 +280,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     for (int j = 0; j < EACH; ++j)
       if (member + 128 * j < TOKENS) token_scales[group][member + 128 * j] = coming[j];
     everyone();
-    write_tile(sum, at, shared_address(turning[warp]), y, bias, row_scale, token_scales[group], n, tokens);
-    __syncwarp();  // before the next tile's sums come here
+    out.write(sum, token_scales[group], y + (long long)at.token * n, n, tokens - at.token);
   }
   end_together();
 }

@@ -35,9 +35,10 @@ struct Piece {
     if (!CUTS || number < work.whole) return;
     cut = (number - work.whole) % work.left();
     part = (number - work.whole) / work.left();
-    const int pairs = (work.steps + 1) / 2;  // positions come for two steps at a time
-    first = pairs * part / work.parts * 2;
-    steps = min(work.steps, pairs * (part + 1) / work.parts * 2) - first;
+    constexpr int TOGETHER = COLUMNS / 128;  // positions come for so many steps at a time
+    const int sets = (work.steps + TOGETHER - 1) / TOGETHER;
+    first = sets * part / work.parts * TOGETHER;
+    steps = min(work.steps, sets * (part + 1) / work.parts * TOGETHER) - first;
   }
 };
 
