@@ -59,7 +59,7 @@ def assert_as_good_as_dense(y, x, w, bias=None):
 
 @only_on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n", "k"), [(64, 128), (200, 384), (1000, 1152), (4096, 2048)])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (200, 384), (1008, 1152), (4096, 2048)])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 33, 64, 130, 256, 300, 1000])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_hopper_every_configuration(n, k, tokens, ordered, dtype):
@@ -96,7 +96,7 @@ def test_hopper_gated(n, k, tokens, ordered, activation):
     allowed = 1.2 * error(reference.gate(F.linear(x, w, bias), activation), wanted)
     meta = in_order(packed.meta) if ordered else packed.meta
     configurations = [
-        c for c in hopper_choices.configs(tokens, n) if c.gates and not (ordered and c.warpgroups == 3)
+        c for c in hopper_choices.configs(tokens, 2 * n) if c.gates and not (ordered and c.warpgroups == 3)
     ]
     assert configurations
     hopper_source.compile_all(configurations, dtype, CUDA, activation, ordered=bool(ordered))

@@ -79,9 +79,9 @@ def test_widening_compiles(architecture, codes, dtype, scales, streamed, tmp_pat
 
 
 def tile_of_positions(meta: torch.Tensor, step: int) -> bytes:
-    """64 rows × 64 bytes, those of 512 columns, as the copy engine puts them down: of every 16 rows those with
-    even numbers first, and under the swizzle of 64 bytes the bits 4 and 5 of an address are turned where
-    bits 7 and 8 are set."""
+    """64 rows × 64 bytes, those of 512 columns, as the copy engine puts them down: of every 16 rows those
+    with even numbers first, and under the swizzle of 64 bytes the bits 4 and 5 of an address are turned
+    where bits 7 and 8 are set."""
     tile = bytearray(64 * 64)
     for row in range(64):
         place = row // 16 * 16 + row % 2 * 8 + row % 16 // 2

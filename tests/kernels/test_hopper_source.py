@@ -64,13 +64,11 @@ def test_every_candidate_fits_the_multiprocessor():
             assert candidates
             assert hopper_choices.guess(n, 4096, tokens) in candidates or tokens > 64
             for config in candidates:
-                turning = 4096 * config.warpgroups if isinstance(config, hopper.Prefill) else 0
-                assert config.shared_bytes + turning + 512 <= 227 << 10  # with the barriers
-                threads = 128 * config.warpgroups + 32
-                assert threads * (config.tokens // 2 + 40) <= 65536  # registers
+                assert config.shared_bytes + 512 <= 227 << 10  # with the barriers
+                assert config.threads * (config.tokens // 2 + 40) <= 65536  # registers
                 assert hopper.from_dict(hopper.as_dict(config)) == config
                 if isinstance(config, hopper.Prefill):
-                    assert n % 8 == 0
+                    assert n % 16 == 0
                     assert config.a_stages >= 3 <= config.b_stages
                     assert config.tokens % (8 * config.cluster) == 0  # whole swizzled rows for each block
                 else:
@@ -91,26 +89,27 @@ def test_units_of_work_cover_every_row_and_token_once():
         assert sorted(seen) == [(s, t) for s in range(sets) for t in range(tiles)]
 
 
-def pieces(units, steps, shares):
+def pieces(units, steps, shares, together):
     """Unit, first step and number of steps of every piece, as cuda/tiles_sm90.cuh numbers them."""
     left = units - shares.whole
     for number in range(shares.whole + left * shares.parts):
         if number < shares.whole:
             yield number, 0, steps
             continue
-        part, pairs = (number - shares.whole) // left, (steps + 1) // 2
-        first = pairs * part // shares.parts * 2
-        end = min(steps, pairs * (part + 1) // shares.parts * 2)
+        part, sets = (number - shares.whole) // left, -(-steps // together)
+        first = sets * part // shares.parts * together
+        end = min(steps, sets * (part + 1) // shares.parts * together)
         yield shares.whole + (number - shares.whole) % left, first, end - first
 
 
-def test_parts_of_the_last_round_cover_every_column_once():
+@pytest.mark.parametrize(("config", "together"), [(hopper.Prefill(256), 2), (hopper.Prefill8(256), 4)])
+def test_parts_of_the_last_round_cover_every_column_once(config, together):
     parts = set()
     for units, steps in itertools.product(
         (1, 2, 7, 33, 34, 65, 66, 67, 92, 132, 160, 1792), (1, 2, 9, 32, 63, 112)
     ):
-        shares = hopper.Prefill(256).share_out(units, steps, 66)
-        seen = sorted(pieces(units, steps, shares))
+        shares = config.share_out(units, steps, 66)
+        seen = sorted(pieces(units, steps, shares, together))
         parts.add(shares.parts)
         assert all(count > 0 for _, _, count in seen)
         assert [(u, s) for u, first, count in seen for s in range(first, first + count)] == [
@@ -191,6 +190,22 @@ def test_positions_in_cusparselts_order_give_the_same_words():
             chunk = ordered[0, 2 * step64 + lane % 4 // 2, warp, lane // 4]
             words.append(word_in_order([chunk], lane % 4))
         assert words == words_that_the_kernel_loads(meta, step64)
+
+
+def test_positions_of_every_second_row_in_cusparselts_order_give_the_same_words():
+    """Of 16 rows those with even numbers are multiplied as the first eight (SECONDS)."""
+    weight = torch.randn(64, 256)
+    meta = pack(weight.where(keep_best(weight.abs()), 0)).meta
+    ordered = in_order(meta)
+    rows = torch.arange(64).reshape(4, 8, 2).transpose(1, 2).flatten()
+    for step64 in range(4):
+        words = []
+        for thread in range(128):
+            warp, lane = thread // 32, thread % 32
+            row = lane // 4 * 2
+            chunks = ordered[0, 2 * step64 + lane % 4 // 2, warp]
+            words.append(word_in_order([chunks[row % 8], chunks[row % 8 + 1]], lane % 4, row // 8))
+        assert words == words_that_the_kernel_loads(meta[rows], step64)
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])

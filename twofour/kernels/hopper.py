@@ -163,7 +163,8 @@ class Prefill:
 
     @property
     def threads(self) -> int:
-        return 128 * self.warpgroups + 32
+        """The copying warp is one of four where there are registers to be had from the others."""
+        return 128 * self.warpgroups + (128 if self.warpgroups < 3 else 32)
 
     @property
     def a_stages(self) -> int:
@@ -171,8 +172,7 @@ class Prefill:
 
     @property
     def b_stages(self) -> int:
-        turning = 4096 * self.warpgroups  # a kilobyte for each warp's sums on their way out
-        left = SHARED_BYTES - 1024 - BARRIERS - turning - self._weight_bytes
+        left = SHARED_BYTES - 1024 - BARRIERS - self._weight_bytes
         return min(left // (128 * self.tokens), 10)
 
     @property

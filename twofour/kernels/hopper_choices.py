@@ -20,18 +20,18 @@ from twofour.kernels.hopper import (
 )
 
 
-def configs(tokens: int, n: int = 8) -> list[Config]:
-    """Candidates for a number of tokens."""
+def configs(tokens: int, n: int = 16) -> list[Config]:
+    """Candidates for a number of tokens. `n`: rows, of both matrices if gated."""
     small = tokens <= 768 or (
         tokens <= 2048 and n <= 2048
     )  # not enough large tiles for every block to have one
-    few: list[Config] = list(_decode_configs(tokens)) if small or n % 8 else []
-    many: list[Config] = list(_prefill_configs(tokens)) if tokens > 64 and n % 8 == 0 else []
+    few: list[Config] = list(_decode_configs(tokens)) if small or n % 16 else []
+    many: list[Config] = list(_prefill_configs(tokens)) if tokens > 64 and n % 16 == 0 else []
     return list(dict.fromkeys(few + many))
 
 
 def configs8(tokens: int, n: int = 16) -> list[Decode8 | Prefill8]:
-    """Candidates for products of codes. `n`: rows, of both matrices if gated."""
+    """Candidates for products of codes."""
     few: list[Decode8 | Prefill8] = []
     if tokens <= 256 or n % 16:
         room = _room(tokens)
@@ -43,7 +43,7 @@ def configs8(tokens: int, n: int = 16) -> list[Decode8 | Prefill8]:
     many = [Prefill8(**asdict(config)) for config in _prefill_configs(tokens) if config.warpgroups == 2]
     if tokens > 128:  # x is read for more rows at a time
         many += [Prefill8(256, 3, 2, grouped) for grouped in (8, 16)]
-    return [*dict.fromkeys(few), *many]
+    return list(dict.fromkeys([*few, *many]))
 
 
 def configs4(tokens: int) -> list[Decode4]:
@@ -83,8 +83,7 @@ def guess4(rows: int, tokens: int, processors: int = 132, gated: bool = False) -
 
 def guess8(n: int, k: int, tokens: int, processors: int = 132, gated: bool = False) -> Decode8 | Prefill8:
     """As `guess` for products of codes, the tiles being the same in bytes. `n`: rows, of both if gated."""
-    rows = n // 2 if gated else n if n % 16 == 0 else n + 1  # what is odd goes to the kernel for few tokens
-    few = guess(rows, k, tokens, processors, gated)
+    few = guess(n // 2 if gated else n, k, tokens, processors, gated)
     if isinstance(few, Decode):
         fitted = _fit8(few.tokens, few.warpgroups, few.split, 2 * few.step, 1)
         return fitted or _fit8(few.tokens, few.warpgroups, few.split, 256, 1) or configs8(tokens, n)[0]
@@ -100,7 +99,7 @@ def guess8(n: int, k: int, tokens: int, processors: int = 132, gated: bool = Fal
 def guess(n: int, k: int, tokens: int, processors: int = 132, gated: bool = False) -> Config:
     """A good configuration for a shape that was not measured, after those that were (benchmarks/LOG.md)."""
     rows = 2 * n if gated else n
-    if tokens > 128 and n % 8 == 0:
+    if tokens > 128 and rows % 16 == 0:
         return _least_cycles(rows, k, tokens, processors)
     room = _room(tokens)
     if tokens > room:
@@ -158,8 +157,10 @@ def _prefill_configs(tokens: int) -> list[Prefill]:
     found = [Prefill(t, 2, cluster) for t in reversed(tiles) for cluster in (2, 1)]
     if tokens >= 128:
         found += [Prefill(192, 3, 2), Prefill(128, 4, 2)]
+    if tokens >= 1024:
+        found.append(Prefill(256, 2, 2, 16))
     if tokens >= 4096:  # x no longer fits the cache, and with more rows at a time it is read less often
-        found += [Prefill(256, 2, 2, grouped) for grouped in (16, 32)]
+        found.append(Prefill(256, 2, 2, 32))
     return found
 
 

@@ -76,7 +76,7 @@ class Launches:
         together = ROWS if isinstance(config, Decode4) else 8
         if self.gated and not (config.gates and n % together == 0):
             raise ValueError(f"{config} cannot end in a gated activation of {n} features")
-        if isinstance(config, Prefill8) and not self.gated and n % 16:
+        if isinstance(config, Prefill) and not self.gated and n % 16:
             raise ValueError(f"{config} needs a multiple of 16 rows, not {n}")
         self.function = nvrtc.load(
             source(config, dtype, activation, codes, ordered),
@@ -146,7 +146,7 @@ class _Launch:
                 (_SWIZZLE_64, _SWIZZLE_64) if isinstance(config, Prefill8) else (_SWIZZLE_128, 0)
             )
             box, pitch = config.value_bytes // dtype.itemsize, k // 2 * dtype.itemsize
-            order = _GATED if of.gated else _SECONDS if isinstance(config, Prefill8) else _PLAIN
+            order = _GATED if of.gated else _SECONDS if isinstance(config, Prefill) else _PLAIN
             _describe_rows(maps, dtype, values, n, k // 2, pitch, box, rows, swizzle, order)
             columns = 8 * config.position_bytes
             if of.ordered:

@@ -14,7 +14,7 @@
 constexpr int E_PITCH = COLUMNS / 8;  // bytes of a row
 __device__ __forceinline__ void copy_positions(u32 to, const TensorMap* map, int column, int block, u32 barrier,
                                                u64 policy) {
-#if GATED
+#if GATED || SECONDS
   copy_pairs(to, map, column / 8, block * (ROWS / 16), barrier, policy);
 #else
   copy_tile(to, map, column / 8, block * ROWS, barrier, policy);
@@ -58,6 +58,10 @@ __device__ __forceinline__ u32 places_of(const char* tile, int column) {
   const char* at = tile + (piece * (COLUMNS / 32) + step) * E_STEP + half * 128 + row % 32 / 16 * 64 + row % 8 * 8;
   const int high = row / 8 % 2 * 4;
   return __byte_perm(side_by_side(bytes_of(at) >> high), side_by_side(bytes_of(at + E_MATRIX) >> high), 0x6420);
+#elif SECONDS
+  const int row = lane / 4 * 2, high = row / 8 * 4;
+  const char* at = tile + (warp / 4 * (COLUMNS / 32) + step) * E_STEP + warp % 4 * 64 + row % 8 * 8;
+  return __byte_perm(side_by_side(bytes_of(at) >> high), side_by_side(bytes_of(at + 8) >> high), 0x6420);
 #else
   const char* at = tile + (warp / 4 * (COLUMNS / 32) + step) * E_STEP + warp % 4 * 64 + lane / 4 * 8;
   const u32 bytes = bytes_of(at);

@@ -31,60 +31,6 @@ __device__ __forceinline__ u64 descriptor_64(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(512 >> 4) << 32 | (u64)2 << 62;
 }
 
-// The way of a thread's sums to y: times the scales of row and token, plus the bias, rounded, and stored, without a detour
-// through shared memory, which the products leave little time for (benchmarks/LOG.md: a tenth of the time).
-//
-// A thread has the sums of two rows. The copy engine has put every second row of 16 into the first eight, so these
-// two are neighbours, and eight threads have 32 bytes of a token. Of a gate and the matrix beside it they become
-// one: there two threads exchange tokens, so that each has two neighbours of one.
-struct Outgoing {
-  int row, token;               // the first of y that this thread writes; tokens are those of the tile
-  float low, high;              // the biases of its two rows
-  float low_scale, high_scale;  // and their scales: asked for at the beginning of a tile, as it takes long
-
-  __device__ __forceinline__ Outgoing(const Unit& at, const u16* __restrict__ bias, const u16* __restrict__ row_scale,
-                                      int n) {
-    const int warp = threadIdx.x / 32, eighth = threadIdx.x % 32 / 4;
-#if GATED
-    const int own = at.rows * (ROWS / 2) + 8 * warp + eighth, beside = n + own;
-    row = own - eighth % 2, token = 2 * (threadIdx.x % 4) + eighth % 2;
-#else
-    const int own = at.rows * ROWS + 16 * warp + 2 * eighth, beside = own + 1;
-    row = own, token = 2 * (threadIdx.x % 4);
-#endif
-    low = bias && own < n ? from_16_bit(bias[own]) : 0.f;
-    high = bias && own < n ? from_16_bit(bias[beside]) : 0.f;
-    low_scale = own < n ? from_16_bit(row_scale[own]) : 1.f;
-    high_scale = own < n ? from_16_bit(row_scale[beside]) : 1.f;
-  }
-
-  // `left`: tokens of y from the tile's first on.
-  __device__ __forceinline__ void write(const Sum (&sum)[ACCUMULATORS], const float* token_scales, u16* __restrict__ y,
-                                        int n, int left) const {
-    u16* to = y + (long long)token * n + row;
-    left = row < n ? left - token : 0;
-#pragma unroll
-    for (int j = 0; j < TOKENS / 8; ++j) {
-      const float2 scale = *(const float2*)(token_scales + 8 * j + 2 * (threadIdx.x % 4));
-      const Sum* of = sum + 4 * j;
-      const float a = of[0] * (scale.x * low_scale) + low, b = of[1] * (scale.y * low_scale) + low;
-      const float c = of[2] * (scale.x * high_scale) + high, d = of[3] * (scale.y * high_scale) + high;
-#if GATED
-      const u32 own = pack_two(activate(a) * c, activate(b) * d);
-      const u32 other = __shfl_xor_sync(0xffffffff, own, 4);
-      store(to, token % 2 ? __byte_perm(own, other, 0x3276) : __byte_perm(own, other, 0x5410), left > 8 * j);
-#else
-      store(to, pack_two(a, c), left > 8 * j);
-      store(to + n, pack_two(b, d), left > 8 * j + 1);
-#endif
-      to += 8ll * n;
-    }
-  }
-  __device__ __forceinline__ static void store(u16* to, u32 two, bool is_there) {
-    if (is_there) asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(two) : "memory");
-  }
-};
-
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
          const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,

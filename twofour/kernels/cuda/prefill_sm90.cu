@@ -13,14 +13,18 @@
 //   first stages of the next one arrive.
 //
 // Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, A_STAGES, B_STAGES, E_STAGES, GATED (see decode_sm90.cu), ORDERED and
-// FP16 or bf16; WGMMA(…) is generated, tiles_sm90.cuh and positions_sm90.cuh come first. n must be a multiple of 8, k of 128.
+// FP16 or bf16; WGMMA(…) is generated, tiles_sm90.cuh and positions_sm90.cuh come first. n must be a multiple of 16 (of 8 where GATED), k of 128.
 
 constexpr int A_BYTES = ROWS * 128;               // 64 values, that is 128 columns, of each row
 constexpr int E_BYTES = ROWS * 32;                // positions of 256 columns
 constexpr int B_STAGE = TOKENS * 128;             // 64 columns of x
 constexpr int B_PART = B_STAGE / CLUSTER;         // what one block of the cluster fetches
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CONSUMERS + 32, 1)
+// Two warpgroups have the more registers if the copying warp comes with three that do nothing: see prefill8_sm90.cu.
+constexpr bool LENDS = WARPGROUPS < 3;
+constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32);
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 prefill(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
         const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
         const Work work, const Parts parts) {
@@ -32,7 +36,6 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   const char* e_tiles = shared + A_STAGES * A_BYTES + B_STAGES * B_STAGE;
   __shared__ alignas(8) u64 a_full[A_STAGES], a_empty[A_STAGES], b_full[B_STAGES], b_empty[B_STAGES];
   __shared__ alignas(8) u64 e_full[E_STAGES], e_empty[E_STAGES];
-  __shared__ alignas(16) char turning[4 * WARPGROUPS][2][512];  // two turns of a warp's sums
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, pieces = work.pieces();
@@ -58,19 +61,16 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   }
   begin_together();
 
-  if (warp == 4 * WARPGROUPS) {  // the copying warp
-    if (lane == 0) {
+  if (warp >= 4 * WARPGROUPS) {  // the copying warp, and those that come with it
+    if (LENDS) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (threadIdx.x == CONSUMERS) {
       u64 policy;
       asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
       Ring<A_STAGES> a;  // the buffers to be filled next
       Ring<B_STAGES> b;
       Ring<E_STAGES> e;
       auto copy_rows = [&](u32 to, const TensorMap* map, int column, int rows, u32 barrier) {
-#if GATED
-        copy_pairs(to, map, column, rows * (ROWS / 16), barrier, policy);
-#else
-        copy_tile(to, map, column, rows * ROWS, barrier, policy);
-#endif
+        copy_pairs(to, map, column, rows * (ROWS / 16), barrier, policy);  // every second row, or rows of two matrices
       };
       auto copy_weights = [&](int rows, int step) {
         if (step % 2 == 0) {
@@ -119,6 +119,7 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     return;
   }
 
+  if (LENDS) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
   const int group = warp / 4;
   float sum[ACCUMULATORS];
   u32 even[2] = {}, odd[2] = {};  // positions, see decode_sm90.cu: two sets that take turns
@@ -208,8 +209,8 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
       }
       parts.add(sum, work, piece, rank);
     }
-    write_tile(sum, piece.at, shared_address(turning[warp]), y, bias, nullptr, nullptr, n, tokens);
-    __syncwarp();  // before the next tile's sums come here
+    const Outgoing out(piece.at, bias, nullptr, n);
+    out.write(sum, nullptr, y + (long long)piece.at.token * n, n, tokens - piece.at.token);
   }
   end_together();
 }

@@ -136,90 +136,57 @@ struct Parts {
   }
 };
 
-// Four 8×8 matrices to shared memory, their columns as rows of 16 bytes at the addresses that the lanes give.
-__device__ __forceinline__ void store_transposed(u32 to, const u32 (&in)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(in[0]),
-               "r"(in[1]), "r"(in[2]), "r"(in[3])
-               : "memory");
-}
-__device__ __forceinline__ void load_16_bytes(u32 (&out)[4], u32 from) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-               : "r"(from)
-               : "memory");
-}
-__device__ __forceinline__ void store_16_bytes(u16* to, const u32 (&in)[4]) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
-               : "memory");
-}
-
-// The sums of a warp, times the scales of row and token where W and x are codes, plus the bias, to y.
+// The way of a thread's sums to y: times the scales of row and token where W and x are codes, plus the bias, rounded, and
+// stored, without a detour through shared memory, which the products leave little time for (benchmarks/LOG.md).
 //
-// A thread has the sums of its two rows for tokens 8j + 2·(lane % 4) and one more; y wants neighbouring rows of one
-// token. Turn by turn of WIDE tokens: transpose (stmatrix does) into one of two buffers of 512 bytes, and while the
-// next turn's sums are rounded, the last one's are on their way back. So 16 bytes at a time leave for y.
-__device__ __forceinline__ void write_tile(const Sum (&sum)[ACCUMULATORS], const Unit& at, u32 turns,
-                                           u16* __restrict__ y, const u16* __restrict__ bias,
-                                           const u16* __restrict__ row_scale, const float* token_scales, int n,
-                                           int tokens) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto scales_of = [&](int token) {  // of the tile's tokens, in shared memory, and of the one after it
-    return CODES ? *(const float2*)(token_scales + token + 2 * (lane % 4)) : make_float2(1.f, 1.f);
-  };
+// A thread has the sums of two rows. The copy engine has put every second row of 16 into the first eight, so these
+// two are neighbours, and eight threads have 32 bytes of a token. Of a gate and the matrix beside it they become
+// one: there two threads exchange tokens, so that each has two neighbours of one.
+struct Outgoing {
+  int row, token;               // the first of y that this thread writes; tokens are those of the tile
+  float low, high;              // the biases of its two rows
+  float low_scale, high_scale;  // and their scales: asked for at the beginning of a tile, as it takes long
+
+  __device__ __forceinline__ Outgoing(const Unit& at, const u16* __restrict__ bias, const u16* __restrict__ row_scale,
+                                      int n) {
+    const int warp = threadIdx.x / 32, eighth = threadIdx.x % 32 / 4;
 #if GATED
-  constexpr int WIDE = 32;  // 8 rows of each: 16 bytes
-  const int low_row = at.rows * (ROWS / 2) + 8 * warp + lane / 4;
-  const float low = bias && low_row < n ? from_16_bit(bias[low_row]) : 0.f;
-  const float high = bias && low_row < n ? from_16_bit(bias[n + low_row]) : 0.f;
-  const float low_scale = CODES && low_row < n ? from_16_bit(row_scale[low_row]) : 1.f;
-  const float high_scale = CODES && low_row < n ? from_16_bit(row_scale[n + low_row]) : 1.f;
-  const int column = low_row - lane / 4, own_token = lane;
-  const u32 write_at = 16 * lane, read_at = 16 * lane;
-  auto gated = [&](const Sum* of, float scale) {
-    return activate(of[0] * (scale * low_scale) + low) * (of[2] * (scale * high_scale) + high);
-  };
-  auto round = [&](int token, u32(&out)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Sum* of = sum + token / 2 + 4 * i;
-      const float2 scale = scales_of(token + 8 * i);
-      out[i] = pack_two(gated(of, scale.x), gated(of + 1, scale.y));
-    }
-  };
+    const int own = at.rows * (ROWS / 2) + 8 * warp + eighth, beside = n + own;
+    row = own - eighth % 2, token = 2 * (threadIdx.x % 4) + eighth % 2;
 #else
-  constexpr int WIDE = 16;  // 16 rows of each: 32 bytes, whose halves change places so that banks do not clash
-  const int low_row = at.rows * ROWS + 16 * warp + lane / 4, high_row = low_row + 8;
-  const float low = bias && low_row < n ? from_16_bit(bias[low_row]) : 0.f;
-  const float high = bias && high_row < n ? from_16_bit(bias[high_row]) : 0.f;
-  const float low_scale = CODES && low_row < n ? from_16_bit(row_scale[low_row]) : 1.f;
-  const float high_scale = CODES && high_row < n ? from_16_bit(row_scale[high_row]) : 1.f;
-  const int column = low_row - lane / 4 + 8 * (lane % 2), own_token = lane / 2;
-  auto place = [](int token, int half) { return (u32)(32 * token + 16 * (half ^ (token / 4 & 1))); };
-  const u32 write_at = place(lane / 16 * 8 + lane % 8, lane / 8 % 2), read_at = place(own_token, lane % 2);
-  auto round = [&](int token, u32(&out)[4]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Sum* of = sum + token / 2 + 4 * i;
-      const float2 scale = scales_of(token + 8 * i);
-      out[2 * i] = pack_two(of[0] * (scale.x * low_scale) + low, of[1] * (scale.y * low_scale) + low);
-      out[2 * i + 1] = pack_two(of[2] * (scale.x * high_scale) + high, of[3] * (scale.y * high_scale) + high);
-    }
-  };
+    const int own = at.rows * ROWS + 16 * warp + 2 * eighth, beside = own + 1;
+    row = own, token = 2 * (threadIdx.x % 4);
 #endif
-  u32 rounded[4], turned[4];
-  auto write_out = [&](int token) {
-    const int to = at.token + token + own_token;
-    if (to < tokens && column < n) store_16_bytes(y + (long long)to * n + column, turned);
-  };
-#pragma unroll
-  for (int token = 0; token < TOKENS; token += WIDE) {
-    const u32 turn = turns + token / WIDE % 2 * 512;
-    round(token, rounded);
-    store_transposed(turn + write_at, rounded);
-    if (!GATED && token) write_out(token - WIDE);
-    __syncwarp();
-    load_16_bytes(turned, turn + read_at);
-    if (GATED) write_out(token);  // the activation needs the registers
+    low = bias && own < n ? from_16_bit(bias[own]) : 0.f;
+    high = bias && own < n ? from_16_bit(bias[beside]) : 0.f;
+    low_scale = CODES && own < n ? from_16_bit(row_scale[own]) : 1.f;
+    high_scale = CODES && own < n ? from_16_bit(row_scale[beside]) : 1.f;
   }
-  if (!GATED) write_out(TOKENS - WIDE);
-}
+
+  // `left`: tokens of y from the tile's first on.
+  __device__ __forceinline__ void write(const Sum (&sum)[ACCUMULATORS], const float* token_scales, u16* __restrict__ y,
+                                        int n, int left) const {
+    u16* to = y + (long long)token * n + row;
+    left = row < n ? left - token : 0;
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; ++j) {
+      const float* scales = token_scales + 8 * j + 2 * (threadIdx.x % 4);
+      const float2 scale = CODES ? *(const float2*)scales : make_float2(1.f, 1.f);
+      const Sum* of = sum + 4 * j;
+      const float a = of[0] * (scale.x * low_scale) + low, b = of[1] * (scale.y * low_scale) + low;
+      const float c = of[2] * (scale.x * high_scale) + high, d = of[3] * (scale.y * high_scale) + high;
+#if GATED
+      const u32 own = pack_two(activate(a) * c, activate(b) * d);
+      const u32 other = __shfl_xor_sync(0xffffffff, own, 4);
+      store(to, token % 2 ? __byte_perm(own, other, 0x3276) : __byte_perm(own, other, 0x5410), left > 8 * j);
+#else
+      store(to, pack_two(a, c), left > 8 * j);
+      store(to + n, pack_two(b, d), left > 8 * j + 1);
+#endif
+      to += 8ll * n;
+    }
+  }
+  __device__ __forceinline__ static void store(u16* to, u32 two, bool is_there) {
+    if (is_there) asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(two) : "memory");
+  }
+};
