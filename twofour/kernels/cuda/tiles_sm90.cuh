@@ -173,8 +173,14 @@ struct Outgoing {
       const float* scales = token_scales + 8 * j + 2 * (threadIdx.x % 4);
       const float2 scale = CODES ? *(const float2*)scales : make_float2(1.f, 1.f);
       const Sum* of = sum + 4 * j;
-      const float a = of[0] * (scale.x * low_scale) + low, b = of[1] * (scale.y * low_scale) + low;
-      const float c = of[2] * (scale.x * high_scale) + high, d = of[3] * (scale.y * high_scale) + high;
+      auto number = [&](Sum sum) -> float {
+        // Integers in their turn, not all at once, for which three warpgroups have no registers: what is added is zero,
+        // as no scale is negative, but the compiler does not know.
+        if constexpr (CODES == 2 && WARPGROUPS > 2) sum += __float_as_int(scale.x) >> 31;
+        return sum;
+      };
+      const float a = number(of[0]) * (scale.x * low_scale) + low, b = number(of[1]) * (scale.y * low_scale) + low;
+      const float c = number(of[2]) * (scale.x * high_scale) + high, d = number(of[3]) * (scale.y * high_scale) + high;
 #if GATED
       const u32 own = pack_two(activate(a) * c, activate(b) * d);
       const u32 other = __shfl_xor_sync(0xffffffff, own, 4);
