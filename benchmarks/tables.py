@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "speed.md"
 END_TO_END, QUANTIZED = "h200-end-to-end-8b.json", "h200-quantized-8b.json"
+INT4_70B = "h200-int4-70b.json"
 NAMES = ("twofour", "hopper", "ampere", "cusparselt", "torch24")
 
 
@@ -42,9 +43,9 @@ def host_time() -> str:
     return "\n".join(lines)
 
 
-def quantized(scheme: str) -> str:
+def quantized(scheme: str, file: str) -> str:
     """× dense in 16 bits of each contender, and of ours × dense of the same bits, from CUDA graphs."""
-    rows = [r for r in json.loads((RESULTS / QUANTIZED).read_text())["products"] if r["scheme"] == scheme]
+    rows = [r for r in json.loads((RESULTS / file).read_text())["products"] if r["scheme"] == scheme]
     cells = {(r["shape"], r["tokens"], r["contender"]): r for r in rows}
     names = [name for name in dict.fromkeys(r["contender"] for r in rows) if name != "dense"]
     lines = [
@@ -98,7 +99,8 @@ def main() -> None:
         "host": host_time(),
         "end-to-end": end_to_end(END_TO_END, forms, "dense"),
         "same fusions": end_to_end(END_TO_END, ("fused",), "dense_fused"),
-        **{f"{scheme} 8b": quantized(scheme) for scheme in ("fp8", "int8", "int4")},
+        **{f"{scheme} 8b": quantized(scheme, QUANTIZED) for scheme in ("fp8", "int8", "int4")},
+        "int4 70b": quantized("int4", INT4_70B),
         "quantized end-to-end": end_to_end(
             QUANTIZED, ("dense_fused", "fp8", "int4"), "dense", ("fp8", "int4")
         ),

@@ -126,11 +126,11 @@ def test_a_few_rows_of_a_scheme_are_not_fitted_to(write):
 
 
 def test_rows_beyond_a_schemes_own_kernel_are_not_fitted_to(write):
-    """With more than 64 tokens 2:4 int4 is another kernel, whose curve is that of 16 bit."""
+    """With more than 256 tokens 2:4 int4 is another kernel, whose curve is that of 16 bit."""
     content = quantized_document("NVIDIA H200", 1.0, ("int4",))
     expected = refine(read_rows(write(content)), shipped())[1]
     row = next(row for row in content["products"] if row["contender"] == "twofour")
-    content["products"] += [row | {"tokens": t, "graph_ms": {"p50": 99.0}} for t in (65, 2048, 8192)]
+    content["products"] += [row | {"tokens": t, "graph_ms": {"p50": 99.0}} for t in (257, 2048, 8192)]
     assert refine(read_rows(write(content)), shipped())[1] == expected
 
 

@@ -64,7 +64,7 @@ def test_names_in_the_tables_tell_apart_what_runs_differently():
     ],
 )
 def test_without_tables(product, few, more):
-    most = 192 if product.streamed else 64
+    most = 256 if product.streamed else 64
     for bucket in BUCKETS:
         assert choose(many(product, bucket)).backend == (few if bucket <= most else more), bucket
 
@@ -74,9 +74,9 @@ def test_several_tiles_take_the_choice_of_one():
     config = hopper.as_dict(hopper_choices.configs4(64)[-1])
     assert choose(of_one_tile).config != config
     tuning.remember(of_one_tile.key, 0, [{"backend": "decode4", "config": config, "ms": 0.1}])
-    for bucket in (64, 96, 128, 192):
+    for bucket in (64, 96, 128, 192, 256):
         assert choose(replace(INT4, bucket=bucket)) == Choice("decode4", config)
-    assert choose(replace(INT4, bucket=256)).backend == "widen"
+    assert choose(replace(INT4, bucket=512)).backend == "widen"
     tuning.remember(replace(INT4, bucket=96).key, 0, [{"backend": "widen", "config": {}, "ms": 0.1}])
     assert choose(replace(INT4, bucket=96)).backend == "widen"  # where that was measured
     assert choose(replace(INT4, bucket=128)).backend == "decode4"

@@ -18,8 +18,9 @@ INT4_TILE_TOKENS = (1, 8)
 #: Above so many nobody would call it: decoding the weight to 16 bit before the product is faster by far.
 INT4_MOST_TOKENS = 512
 
-#: Above so many our own 2:4 int4 does just that (`widen` in kernels/dispatch_codes.py).
-SPARSE_INT4_MOST_TOKENS = 64
+#: Our own 2:4 int4 has tiles of so many, and above so many in all does just that (`widen` in
+#: kernels/dispatch_codes.py).
+SPARSE_INT4_TILE_TOKENS, SPARSE_INT4_MOST_TOKENS = (8, 16, 32, 64), 256
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ ALTERNATIVES: tuple[Scheme, ...] = (
     Scheme("dense int4", 4, False, "16bit", INT4_TILE_TOKENS, INT4_MOST_TOKENS),
     Scheme("2:4 fp8", 8, True, "fp8"),
     Scheme("2:4 int8", 8, True, "int8"),
-    Scheme("2:4 int4", 4, True, "16bit", most_tokens=SPARSE_INT4_MOST_TOKENS),
+    Scheme("2:4 int4", 4, True, "16bit", SPARSE_INT4_TILE_TOKENS, SPARSE_INT4_MOST_TOKENS),
 )
 
 SCHEMES: tuple[Scheme, ...] = (DENSE, SPARSE, *ALTERNATIVES)

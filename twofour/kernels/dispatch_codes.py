@@ -48,7 +48,7 @@ _CODES: dict[torch.dtype, Codes] = {torch.int8: "int8", torch.float8_e4m3fn: "fp
 
 #: Tokens up to which the weight's bytes are what counts; and up to which decode4, with several tiles of so
 #: many, takes less time than to widen the weight and multiply it (benchmarks/LOG.md).
-_FEW, _FEW_BY_TILES = 64, 192
+_FEW, _FEW_BY_TILES = 64, 256
 
 #: One token is a number of its own: the kernels for any GPU spend next to nothing on it, where those of
 #: Hopper multiply 8, and need it not rounded.
