@@ -2,7 +2,8 @@
 // file that says ROWS, the rows of a block. COLUMNS is how many columns of them are copied at a time.
 //
 // A word serves two steps of 32 columns: lanes 0 and 1 of a quad the first, 2 and 3 the second; a lane has 16 columns, of
-// `row` (the low half) and of `row` + 8 (the high one), with GATED of a row of the gate and of the one beside.
+// `row` (the low half) and of `row` + 8 (the high one), with GATED of a row of the gate and of the one beside, with SECONDS of
+// an even row and of the next (see Outgoing in tiles_sm90.cuh).
 //
 // They lie in one of two orders. As in a checkpoint: row by row, four bits a group. Or, with ORDERED, as cuSPARSELt wants them,
 // so that one set serves both. 64 rows × 32 columns are then 256 bytes, [rows / 16][rows % 8][8 bytes], and byte 2i + b of the

@@ -17,7 +17,7 @@ constexpr int A_BYTES = ROWS * 64;                // 64 values, that is 128 colu
 constexpr int B_BYTES = TOKENS * 128;             // 128 columns of x
 constexpr int B_PART = B_BYTES / CLUSTER;         // what one block of the cluster fetches
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int E_STEPS = COLUMNS / 128;             // for which positions come together
+constexpr int E_STEPS = COLUMNS / 128;            // for which positions come together
 constexpr int E_PITCH = COLUMNS / 8;              // bytes of a row's
 constexpr int E_BYTES = ROWS * E_PITCH;
 

@@ -13,7 +13,8 @@
 //   first stages of the next one arrive.
 //
 // Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, A_STAGES, B_STAGES, E_STAGES, GATED (see decode_sm90.cu), ORDERED and
-// FP16 or bf16; WGMMA(…) is generated, tiles_sm90.cuh and positions_sm90.cuh come first. n must be a multiple of 16 (of 8 where GATED), k of 128.
+// FP16 or bf16; WGMMA(…) is generated, tiles_sm90.cuh and positions_sm90.cuh come first. n must be a multiple of 16 (of 8
+// where GATED), k of 128.
 
 constexpr int A_BYTES = ROWS * 128;               // 64 values, that is 128 columns, of each row
 constexpr int E_BYTES = ROWS * 32;                // positions of 256 columns
