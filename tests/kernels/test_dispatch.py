@@ -150,6 +150,21 @@ def test_without_cusparselt_our_kernels_are_chosen_all_the_same(monkeypatch):
     assert "cslt-none" in tuning.own_path(0).name
 
 
+def test_another_kernel_starts_a_new_table(tmp_path, monkeypatch):
+    """Its configurations may be others: those of the old one must not be asked for."""
+    before = tuning.own_path(0)
+    (tmp_path / "cuda").mkdir()
+    kernel = tmp_path / "cuda" / "kernel.cu"
+    monkeypatch.setattr(tuning, "files", lambda package: tmp_path)
+    seen = set()
+    for text in ("one", "two", "one"):
+        kernel.write_text(text)
+        tuning._versions.cache_clear()
+        seen.add(tuning.own_path(0))
+    assert len(seen) == 2
+    assert before not in seen
+
+
 def test_positions_that_were_just_put_into_rows_are_not_asked_for_early(monkeypatch):
     asked = {}
     monkeypatch.setattr(ampere, "Launches", lambda *given: asked.update({given[-1]: given}))

@@ -2,12 +2,13 @@
 
 A table maps a product ("4096x14336 bfloat16 16": n×k, dtype, bucket of tokens) to choices, best first. This
 machine's own is kept in the user's cache under the GPU's name and the versions that matter, so that a new
-driver or library starts a new one; several processes may write it at once. The tables in `defaults/` ship
-with the package.
+driver, library or kernel starts a new one: what was measured with another kernel may not even run with this.
+Several processes may write it at once. The tables in `defaults/` ship with the package.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -59,8 +60,15 @@ def _versions() -> str:
         library = str(cusparselt.version())
     except TwoFourError:  # not there: our own kernels need nothing of it
         library = "-none"
-    parts = [f"twofour{__version__}", f"torch{torch.__version__}", f"cslt{library}", _driver()]
+    parts = [f"twofour{__version__}-{_kernels()}", f"torch{torch.__version__}", f"cslt{library}", _driver()]
     return re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(parts))
+
+
+def _kernels() -> str:
+    """A digest of the kernels' sources."""
+    folder = files("twofour.kernels").joinpath("cuda")
+    texts = [file.read_bytes() for file in sorted(folder.iterdir(), key=lambda file: file.name)]
+    return hashlib.sha256(b"\n".join(texts)).hexdigest()[:8]
 
 
 def _driver() -> str:
