@@ -30,15 +30,21 @@ constexpr int W_BYTES = S_FIRST + GROUPS * S_BYTES;
 char* weights = shared + STAGES * B_BYTES;
 const int block = w % 2 * (n / 64) + min(place.block * (WARPGROUPS / 2) + w / 2, n / 64 - 1);
 const int block = min(place.block * WARPGROUPS + w, n / 64 - 1);
-return (long long)block * groups + (place.first + i) * GROUPS;
-const int now = min(GROUPS, groups - (place.first + i) * GROUPS);
-const u32 to = shared_address(weights) + (i % STAGES * WARPGROUPS + w) * W_BYTES;
-barrier_expect(barrier, WARPGROUPS * W_BYTES);
-copy_bytes(to + at * A_BYTES, values + from * A_BYTES, count * A_BYTES, barrier, once);
-copy_bytes(to + E_FIRST + at * E_BYTES, positions + from * E_BYTES, count * E_BYTES, barrier, once);
-copy_bytes(to + S_FIRST + at * S_BYTES, scale + from * S_BYTES, count * S_BYTES, barrier, once);
-copy(0, now);
-for (int at = now; at < GROUPS; ++at) copy(at, 1);
+const int w = warp - MULTIPLIERS / 32;
+const u32 first = shared_address(weights) + w * W_BYTES;
+const long long from = (long long)block * groups + place.first * GROUPS;
+const char *codes = values + from * A_BYTES, *places = positions + from * E_BYTES;
+const char* scales = scale + from * S_BYTES;
+int left = groups - place.first * GROUPS;
+const u32 barrier = shared_address(&full[stage]), to = first + stage * (WARPGROUPS * W_BYTES);
+barrier_expect(barrier, W_BYTES);
+copy_bytes(to + at * A_BYTES, codes, count * A_BYTES, barrier, once);
+copy_bytes(to + E_FIRST + at * E_BYTES, places, count * E_BYTES, barrier, once);
+copy_bytes(to + S_FIRST + at * S_BYTES, scales, count * S_BYTES, barrier, once);
+copy(0, GROUPS);
+copy(0, left);
+for (int at = left; at < GROUPS; ++at) copy(at, 1);
+codes += GROUPS * A_BYTES, places += GROUPS * E_BYTES, scales += GROUPS * S_BYTES, left -= GROUPS;
 barrier_expect(barrier, B_BYTES);
 const uint4 codes = *(const uint4*)(mine + g * A_BYTES + 16 * thread);
 const uint2 places = *(const uint2*)(mine + E_FIRST + g * E_BYTES + 8 * thread);
@@ -115,8 +121,9 @@ class Kernel:
 
     def copy(self, i: int, step: int, block: int, first_token: int) -> None:
         config, half = self.config, self.n // 64
-        now, come = min(self.groups_here, self.groups - step * self.groups_here), 0
+        now = min(self.groups_here, self.groups - step * self.groups_here)
         for w in range(config.warpgroups):
+            come = 0
             if self.activation:
                 of = w % 2 * half + min(block * (config.warpgroups // 2) + w // 2, half - 1)
             else:
@@ -130,12 +137,14 @@ class Kernel:
                 again = pieces[:1].expand(self.groups_here - now, -1)  # beyond the edge x is zero
                 self.memory[to : to + self.groups_here * size] = torch.cat([pieces, again]).flatten()
                 to, come = to + self.groups_here * size, come + self.groups_here * size
+            assert come == self.w_bytes  # what each copying warp says will come
             if self.fault:
                 self.fault(area)
         tile = SHARED + i % config.stages * self.b_bytes
         self.x.copy(self.memory, tile, 0, first_token, step * config.step // 64)
-        # The barriers open when so many bytes have come, not before and not after.
-        assert (self.x.box_bytes, come) == (self.b_bytes, config.warpgroups * self.w_bytes)
+        assert (
+            self.x.box_bytes == self.b_bytes
+        )  # barriers open when so many have come, not before and not after
         assert tile % 1024 == 0  # where the swizzle begins anew
 
     def loaded(self, at: Tensor, size: int) -> Tensor:

@@ -123,7 +123,8 @@ class Decode4(Decode):
 
     @property
     def threads(self) -> int:
-        return 128 * self.warpgroups * self.teams + 32
+        """A copying warp for every warpgroup of a team."""
+        return self.warpgroups * (128 * self.teams + 32)
 
     @property
     def registers(self) -> int:

@@ -27,6 +27,7 @@ constexpr int B_BOX = TOKENS * 128;                                             
 constexpr int B_BYTES = B_BOX * (STEP / 64);
 constexpr int MULTIPLIERS = TEAMS * CONSUMERS;
 constexpr bool PAIRS = TOKENS >= 32;
+constexpr int COPIERS = WARPGROUPS;  // warps: a single one cannot ask for all that so many rows want (benchmarks/LOG.md)
 static_assert(STAGES % TEAMS == 0, "whoever waits for a stage has seen it full before");
 static_assert((TEAMS - 1) * ACCUMULATORS * CONSUMERS * 4 <= STAGES * (B_BYTES + WARPGROUPS * W_BYTES),
               "sums that teams hand over lie where the tiles were");
@@ -46,7 +47,7 @@ __device__ __forceinline__ void hold(float (&sum)[ACCUMULATORS]) {
   for (int j = 0; j < ACCUMULATORS; ++j) HOLD(sum[j]);
 }
 
-extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(MULTIPLIERS + 32, RESIDENT)
+extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(MULTIPLIERS + 32 * COPIERS, RESIDENT)
 decode4(const char* __restrict__ values, const char* __restrict__ positions, const __grid_constant__ TensorMap x,
         u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens, int steps, int blocks, int tiles,
         int grouped, const char* __restrict__ scale, int k) {
@@ -64,7 +65,7 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
   if (threadIdx.x == MULTIPLIERS) {
     prefetch_map(&x);
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(shared_address(&full[s]), 1);
+      barrier_init(shared_address(&full[s]), COPIERS);
       barrier_init(shared_address(&x_full[s]), 1);
       barrier_init(shared_address(&empty[s]), 4 * WARPGROUPS);
     }
@@ -75,51 +76,55 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
   __syncthreads();
   if (SPLIT > 1) cluster_arrive();
 
-  if (warp == MULTIPLIERS / 32) {  // the copying warp
+  if (warp >= MULTIPLIERS / 32) {  // the copying warps: each has the rows of a warpgroup, the first one x as well
     if (lane == 0) {
       u64 once, often;  // weights pass through the cache once; x is wanted again by every block
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(often));
-      auto group_of = [&](int w, int i) {  // the first one of tile i: rows beyond the last are the last again
+      const int w = warp - MULTIPLIERS / 32;
+      const u32 first = shared_address(weights) + w * W_BYTES;
 #if GATED
-        const int block = w % 2 * (n / 64) + min(place.block * (WARPGROUPS / 2) + w / 2, n / 64 - 1);
+      const int block = w % 2 * (n / 64) + min(place.block * (WARPGROUPS / 2) + w / 2, n / 64 - 1);
 #else
-        const int block = min(place.block * WARPGROUPS + w, n / 64 - 1);
+      const int block = min(place.block * WARPGROUPS + w, n / 64 - 1);  // rows beyond the last are the last again
 #endif
-        return (long long)block * groups + (place.first + i) * GROUPS;
-      };
-      auto copy_weights = [&](int i) {
-        const int now = min(GROUPS, groups - (place.first + i) * GROUPS);
-        const u32 barrier = shared_address(&full[i % STAGES]);
-        barrier_expect(barrier, WARPGROUPS * W_BYTES);
-#pragma unroll
-        for (int w = 0; w < WARPGROUPS; ++w) {
-          const long long from = group_of(w, i);
-          const u32 to = shared_address(weights) + (i % STAGES * WARPGROUPS + w) * W_BYTES;
-          auto copy = [&](int at, int count) {
-            copy_bytes(to + at * A_BYTES, values + from * A_BYTES, count * A_BYTES, barrier, once);
-            copy_bytes(to + E_FIRST + at * E_BYTES, positions + from * E_BYTES, count * E_BYTES, barrier, once);
-            copy_bytes(to + S_FIRST + at * S_BYTES, scale + from * S_BYTES, count * S_BYTES, barrier, once);
-          };
-          copy(0, now);
+      const long long from = (long long)block * groups + place.first * GROUPS;  // the group to be copied next
+      const char *codes = values + from * A_BYTES, *places = positions + from * E_BYTES;
+      const char* scales = scale + from * S_BYTES;
+      int left = groups - place.first * GROUPS;  // groups up to the edge
+      auto copy_weights = [&](int stage) {
+        const u32 barrier = shared_address(&full[stage]), to = first + stage * (WARPGROUPS * W_BYTES);
+        barrier_expect(barrier, W_BYTES);
+        auto copy = [&](int at, int count) {
+          copy_bytes(to + at * A_BYTES, codes, count * A_BYTES, barrier, once);
+          copy_bytes(to + E_FIRST + at * E_BYTES, places, count * E_BYTES, barrier, once);
+          copy_bytes(to + S_FIRST + at * S_BYTES, scales, count * S_BYTES, barrier, once);
+        };
+        if (left >= GROUPS) {
+          copy(0, GROUPS);
+        } else {
+          copy(0, left);
 #pragma unroll 1
-          for (int at = now; at < GROUPS; ++at) copy(at, 1);  // beyond the edge x is zero: any weights will do
+          for (int at = left; at < GROUPS; ++at) copy(at, 1);  // beyond the edge x is zero: any weights will do
         }
-      };
-      auto copy_x = [&](int i) {
-        const u32 barrier = shared_address(&x_full[i % STAGES]);
-        barrier_expect(barrier, B_BYTES);
-        copy_slices(shared_address(shared) + i % STAGES * B_BYTES, &x, place.first_token,
-                    (place.first + i) * (STEP / 64), barrier, often);
+        codes += GROUPS * A_BYTES, places += GROUPS * E_BYTES, scales += GROUPS * S_BYTES, left -= GROUPS;
       };
       const int ahead = min(STAGES, count);
       for (int i = 0; i < ahead; ++i) copy_weights(i);
-      asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the work of the kernel before
-      for (int i = 0; i < ahead; ++i) copy_x(i);
-      for (int i = ahead; i < count; ++i) {
-        barrier_wait(shared_address(&empty[i % STAGES]), (i / STAGES + 1) & 1);
-        copy_weights(i);
-        copy_x(i);
+      if (w == 0) asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the work of the kernel before
+      int stage = 0, phase = 0;
+      for (int i = 0; i < count; ++i) {
+        if (i >= ahead) {
+          barrier_wait(shared_address(&empty[stage]), phase ^ 1);
+          copy_weights(stage);
+        }
+        if (w == 0) {
+          const u32 barrier = shared_address(&x_full[stage]);
+          barrier_expect(barrier, B_BYTES);
+          copy_slices(shared_address(shared) + stage * B_BYTES, &x, place.first_token, (place.first + i) * (STEP / 64),
+                      barrier, often);
+        }
+        if (++stage == STAGES) stage = 0, phase ^= 1;
       }
     }
     __syncwarp();
