@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from twofour.errors import InputError
 from twofour.io.check import check
 from twofour.io.prune import prune_checkpoint
+from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
 from twofour.io.recover import recover_checkpoint
+from twofour.quantize import SCHEMES
 from twofour.recover import Recover
-from twofour.recover.options import RECIPES
+from twofour.recover.options import RECIPES, SCALES
 
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen jugs. " * 30
 SHORT = {"tokens": 12 * 4 * 16, "batch": 4, "seqlen": 16, "save_every": 2, "eval_every": 3, "lr": 3e-3}
@@ -116,6 +118,51 @@ def test_what_was_trained_for_a_scheme_is_what_quantize_makes_of_it(
         torch.testing.assert_close(loaded(tokens).logits, trained(tokens).logits, rtol=1e-3, atol=1e-4)
 
 
+def quantized(source, out, scheme):
+    quantize_checkpoint(source, out, QuantizeOptions(scheme, 32 if scheme == "int4" else None, "nearest"))
+    return out
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantized_model_learns_by_its_scales(twofour, pruned, text, tmp_path, scheme):
+    source, out = quantized(pruned, tmp_path / "codes", scheme), tmp_path / "out"
+    ran = twofour("recover", source, out, "--data", text, *flags(tokens=40 * 4 * 16, lr=1e-2), "--json")
+    assert ran.status == 0, ran.err
+    assert ran.json["options"]["recipe"] == SCALES
+    assert ran.json["options"]["teacher"].endswith("/dense")  # found in the record, as for other models
+    assert ran.json["held_out_perplexity"]["after"] < ran.json["held_out_perplexity"]["before"]
+    assert ran.json["frozen"] == []
+    assert check(out).ok
+    assert check(out).scheme == check(source).scheme
+    before, after = tensors(source), tensors(out)
+    assert {name: t.dtype for name, t in before.items()} == {name: t.dtype for name, t in after.items()}
+    changed = {
+        name
+        for name in before
+        if not torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8))
+    }
+    vectors = {name for name in before if name.endswith(("weight_scale", "norm.weight"))}
+    assert changed == vectors
+    assert len(vectors) == 14 + 5
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert [made.split()[0] for made in config["made"]] == ["prune", "quantize", "recover"]
+    said = twofour("eval", out, "--data", text, "--json").json["perplexity"]
+    assert said < twofour("eval", source, "--data", text, "--json").json["perplexity"]
+    ran = twofour("recover", source, tmp_path / "again", "--data", text, *flags())
+    assert f"twofour check {tmp_path}/again" in "".join(ran.out.split("\n"))
+
+
+def test_what_a_quantized_model_is_not_recovered_by(twofour, pruned, text, tmp_path):
+    source, out = quantized(pruned, tmp_path / "codes", "int4"), tmp_path / "out"
+    for recipe in RECIPES:
+        assert "--recipe scales" in refused(
+            twofour, source, out, "--data", text, "--recipe", recipe, *flags()
+        )
+    assert "Leave out --scheme" in refused(twofour, source, out, "--data", text, "--scheme", "int4", *flags())
+    assert "Quantize it first" in refused(twofour, pruned, out, "--data", text, "--recipe", SCALES, *flags())
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_for_people(twofour, dense, pruned, text, tmp_path):
     ran = twofour("recover", pruned, tmp_path / "out", "--data", text, "--teacher", dense, *flags())
     assert ran.status == 0, ran.err
@@ -173,10 +220,13 @@ def gpt2(directory, dense):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "scheme"), [*((recipe, None) for recipe in RECIPES), ("distill", "int8"), ("adaptive", "int4")]
+    ("recipe", "scheme"),
+    [*((recipe, None) for recipe in RECIPES), ("distill", "int8"), ("adaptive", "int4"), (SCALES, None)],
 )
 def test_a_resumed_run_gives_the_same_bits(dense, text, tmp_path, recipe, scheme):
     teacher, source = gpt2(tmp_path, dense)
+    if recipe == SCALES:
+        source = quantized(source, tmp_path / "gpt2-int8", "int8")
     options = Recover(**SHORT, recipe=recipe, patience=50, scheme=scheme)
     recover_checkpoint(source, tmp_path / "whole", [text], teacher, options)
     for stop in (1, 6, 9):  # before the first state; before and after adaptive's masks freeze
@@ -198,6 +248,7 @@ def test_a_resumed_run_gives_the_same_bits(dense, text, tmp_path, recipe, scheme
     )
     assert min(seen) > 8
     require_same(tmp_path / "whole", tmp_path / "cut")
+    assert check(tmp_path / "cut").ok
     logs = []
     for name in ("whole", "cut"):
         entries = [json.loads(line) for line in (tmp_path / name / "recover.jsonl").read_text().splitlines()]

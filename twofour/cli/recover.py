@@ -17,7 +17,10 @@ EXAMPLE = (
 
 def command(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A pruned model, not yet packed.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="A pruned model, not yet packed; or a quantized one.", show_default=False
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make.", show_default=False)],
     data: Annotated[
@@ -30,7 +33,8 @@ def command(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="masked, distill, adaptive or lora. Default: distill with a teacher, else masked.",
+            help="masked, distill, adaptive or lora. Default: distill with a teacher, else masked. "
+            "For a quantized model: scales.",
             show_default=False,
         ),
     ] = None,
@@ -90,7 +94,7 @@ def command(
     from twofour.calibrate import parallel
     from twofour.io.checkpoint import Checkpoint
     from twofour.io.recover import recorded_teacher, recover_checkpoint
-    from twofour.recover.options import Recover
+    from twofour.recover.options import SCALES, Recover
 
     options = Recover(
         recipe=recipe,
@@ -158,7 +162,9 @@ def command(
             f"Not trained, for they cannot be written back: {len(step['frozen'])} parameters, "
             f"such as {step['frozen'][0]}."
         )
-    if scheme:
+    if step["options"]["recipe"] == SCALES:
+        say(f"Next: [bold]twofour check {out}[/], [bold]twofour eval {out} --data TEXT[/]")
+    elif scheme:
         groups = f" --group {group}" if group else ""
         way = f"--scheme {scheme}{groups} --rounding nearest"
         say(f"Next, for these very codes: [bold]twofour quantize {out} {out}-{scheme} {way}[/]")

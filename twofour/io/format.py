@@ -55,6 +55,12 @@ def packed_config(
     }
 
 
+def made_by(config: dict[str, Any], made: list[str]) -> dict[str, Any]:
+    """A packed model's config with the steps that made it told anew."""
+    ours = {**config["quantization_config"], "made": made, "twofour_version": __version__}
+    return {**config, "quantization_config": ours}
+
+
 def format_version(lowrank: dict[str, int] | None, scheme: Scheme | None = None) -> int:
     """The oldest version whose readers understand it: one that ignored the compensation would load a worse
     model without a word."""

@@ -20,11 +20,11 @@ from torch import Tensor
 from twofour.calibrate import parallel
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
-from twofour.io.format import is_packed
+from twofour.io.format import is_packed, made_by, scheme_of
 from twofour.io.load import load_causal_lm
 from twofour.io.pack import layers_to_pack
 from twofour.io.prune_calibrated import DTYPES, checkpoint_dtype
-from twofour.io.record import add_step, last_step
+from twofour.io.record import add_step, last_step, summary
 from twofour.io.stream import rewrite
 from twofour.io.structure import keys_in_files
 from twofour.io.writer import CheckpointWriter, require_new
@@ -35,6 +35,7 @@ from twofour.recover.losses import perplexity
 from twofour.recover.options import Recover
 from twofour.recover.state import Position, Store, describe_run, require_same_run
 from twofour.recover.train import diverged, settle, train_
+from twofour.select import Layer
 
 LOG = "recover.jsonl"
 
@@ -57,7 +58,7 @@ def recover_checkpoint(
     options = options or Recover()
     checkpoint = Checkpoint(source)
     require_new(Path(out))
-    if is_packed(checkpoint.config):
+    if is_packed(checkpoint.config) and scheme_of(checkpoint.config["quantization_config"]) is None:
         raise InputError(
             f"{source} is packed, and packed weights are not trained.",
             hint="Recover the pruned checkpoint that it was made from, then pack.",
@@ -110,9 +111,7 @@ def _trained(
     on_progress: OnProgress,
 ) -> tuple[tuple[Path, Position], Recover, list[str]]:
     """The file with the final weights and how the run went, the settings, and what was not trained."""
-    layers = [
-        layer.name.replace("[", "[[]") for layer in layers_to_pack(checkpoint, (), ()).by_tensor.values()
-    ]
+    layers = [layer.name.replace("[", "[[]") for layer in _masked_layers(checkpoint).values()]
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     # A model that is sharded need not fit on one GPU, so it starts on the CPU.
     start = "cpu" if options.fsdp else device
@@ -127,7 +126,7 @@ def _trained(
         describe_run(work, run)
     parallel.wait()
     keys = tensor_names(model, checkpoint)
-    frozen = sorted(name for name, _ in model.named_parameters() if name not in keys)
+    frozen = sorted(name for name, p in model.named_parameters() if name not in keys and p.requires_grad)
     final = store.final() if resume else None
     if final is None:
         assert settings.seqlen is not None
@@ -158,6 +157,11 @@ def _trained(
     return final, settings, frozen
 
 
+def _masked_layers(checkpoint: Checkpoint) -> dict[str, Layer]:
+    """The 2:4 layers by the tensors that hold their weights; codes, which do not change, need none."""
+    return {} if is_packed(checkpoint.config) else layers_to_pack(checkpoint, (), ()).by_tensor
+
+
 def _stamps(checkpoint: Checkpoint, data: Sequence[str | Path]) -> dict[str, list[int]]:
     """What tells a file from another one of the same name that took its place."""
     paths = [checkpoint.directory / file for file in checkpoint.files] + [
@@ -167,7 +171,7 @@ def _stamps(checkpoint: Checkpoint, data: Sequence[str | Path]) -> dict[str, lis
 
 
 def _write(checkpoint: Checkpoint, out: Path, trained: Path, step: dict[str, Any]) -> None:
-    layers = layers_to_pack(checkpoint, (), ()).by_tensor
+    layers = _masked_layers(checkpoint)
     with safe_open(trained, framework="pt") as file:
         new = set(file.keys())
 
@@ -182,7 +186,10 @@ def _write(checkpoint: Checkpoint, out: Path, trained: Path, step: dict[str, Any
 
         def finish(writer: CheckpointWriter, notes: dict[str, Any]) -> None:
             record = add_step(checkpoint.record, step)
-            writer.finish(checkpoint.config, record, copy_from=checkpoint.directory)
+            config = checkpoint.config
+            if is_packed(config):
+                config = made_by(config, summary(record))
+            writer.finish(config, record, copy_from=checkpoint.directory)
 
         rewrite(checkpoint, out, place, step["options"], finish)
 

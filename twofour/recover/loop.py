@@ -53,7 +53,8 @@ class Trainer:
         self.options, self.store, self.model = options, store, model
         self.device = device_for(model)
         self.narrow = options.dtype == "bf16" or (options.dtype is None and self.device.type == "cuda")
-        model.float().train()
+        # transformers refuses to convert or move a quantized model; ours have layers that know how.
+        nn.Module.float(model).train()
         torch.manual_seed(options.seed)  # for what a recipe draws, the same in every process
         self.recipe = recipe_for(model, options, stored, include, exclude)
         for name, parameter in model.named_parameters():
@@ -65,7 +66,7 @@ class Trainer:
             shard_(model, self.recipe.layers, self.device, self.narrow)
             runner: nn.Module = model
         else:
-            model.to(self.device)
+            nn.Module.to(model, self.device)
             runner = replicate(model)
         self.parallel_model = runner
         # A compiler leaves out roundings of 16 bit in between, and what a weight is stored as has its codes.

@@ -18,7 +18,8 @@ from twofour.errors import InputError
 if TYPE_CHECKING:
     from twofour.quantize.schemes import Scheme
 
-RECIPES = ("masked", "distill", "adaptive", "lora")
+#: For models that were pruned, and the one for those that are quantized.
+RECIPES, SCALES = ("masked", "distill", "adaptive", "lora"), "scales"
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("bf16", "fp32")
 
@@ -27,6 +28,9 @@ ONLY_HOW = ("accumulate", "save_every", "checkpointing", "fsdp", "compile", "tea
 
 #: A window is at most so long unless asked: longer ones cost more and teach little that was lost.
 LONGEST_WINDOW = 1024
+
+#: A step moves a scale by a thousandth of itself at most.
+SCALES_RATE = 1e-3
 
 #: Tokens of one step, unless asked. Few tokens in all want many small steps, many want large ones that fill
 #: a GPU.
@@ -67,7 +71,7 @@ class Recover:
     group: int | None = None  # of that scheme
 
     def __post_init__(self) -> None:
-        self._require_one_of("recipe", (None, *RECIPES))
+        self._require_one_of("recipe", (None, *RECIPES, SCALES))
         self._require_one_of("schedule", SCHEDULES)
         self._require_one_of("dtype", (None, *DTYPES))
         for name in ("tokens", "batch", "accumulate", "eval_every", "save_every", "rank"):
@@ -113,9 +117,12 @@ class Recover:
         """Whether the teacher's logits are learnt from; `masked` may have a teacher that only writes text."""
         return self.recipe != "masked" and self.kl_weight > 0
 
-    def settled(self, *, parameters: int, longest: int, has_teacher: bool, processes: int) -> Recover:
-        """The settings with everything chosen that was left open."""
-        recipe = self.recipe or ("distill" if has_teacher else "masked")
+    def settled(
+        self, *, parameters: int, longest: int, has_teacher: bool, processes: int, quantized: bool = False
+    ) -> Recover:
+        """The settings with everything chosen that was left open. `quantized`: the model has codes."""
+        recipe = self.recipe or (SCALES if quantized else "distill" if has_teacher else "masked")
+        self._require_fitting(recipe, quantized)
         if recipe == "distill" and not has_teacher:
             raise InputError(
                 "distill learns from a dense teacher, and there is none.",
@@ -143,6 +150,25 @@ class Recover:
             eval_every=self.eval_every or max(1, settled.steps // 10),
             save_every=self.save_every or max(1, settled.steps // 10),
         )
+
+    def _require_fitting(self, recipe: str, quantized: bool) -> None:
+        """Codes are not trained, and scales are there only beside codes."""
+        if quantized and recipe != SCALES:
+            raise InputError(
+                f"the model is quantized, and {recipe} trains weights.",
+                hint="Take --recipe scales, or recover the pruned model that it was made from (--scheme).",
+            )
+        if recipe == SCALES and not quantized:
+            raise InputError(
+                "the recipe scales is for quantized models, and this one is not.",
+                hint="Quantize it first, or take another recipe.",
+            )
+        if quantized and self.scheme is not None:
+            raise InputError("the model is quantized already.", hint="Leave out --scheme.")
+        if quantized and self.fsdp:
+            raise InputError(
+                "the recipe scales trains too few numbers to share them out.", hint="Leave out --fsdp."
+            )
 
     @property
     def steps(self) -> int:
@@ -179,8 +205,10 @@ def default_rate(parameters: int, recipe: str, step_tokens: int) -> float:
 
     Large steps have less noise in their gradients and bear a rate that grows with the root of their tokens:
     1e-3 at 32,768 for the same model. Measured on small models only: docs/recover.md. Adapters are few and
-    start from nothing: 10 times it.
+    start from nothing: 10 times it. The rate of scales is one of their logarithms: the same for all models.
     """
+    if recipe == SCALES:
+        return SCALES_RATE
     by_size = 3e-4 * math.sqrt(15e6 / max(parameters, 1))
     by_step = min(max(math.sqrt(step_tokens / FEWEST_STEP_TOKENS), 1.0), 10 / 3)
     rate = min(max(by_size * by_step, 2e-5), 2e-3)

@@ -3,6 +3,7 @@
     masked, distill   everything is trained, the masks are fixed                        `Fixed`
     adaptive          everything is trained, masks move and then freeze                  `Moving`
     lora              only adapters are, each multiplied by the mask of its layer         `Adapters`
+    scales            of a quantized model its scales, norms and biases                  `Scales`
 
 They differ in a few moments of the training, and these are the methods here. The losses are the trainer's.
 With a scheme to train for, the first two have rounded layers besides (rounded.py): always the last to be put
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twofour.recover.masks import Masks, hold_masks
-from twofour.recover.options import Recover
+from twofour.recover.options import SCALES, Recover
 from twofour.select import Layer
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def recipe_for(
         return Moving(model, options, stored, include, exclude)
     if options.recipe == "lora":
         return Adapters(model, options, include, exclude)
+    if options.recipe == SCALES:
+        return Scales(model, stored)
     return Fixed(model, options, stored, include, exclude)
 
 
@@ -191,6 +194,28 @@ class Adapters(Recipe):
         merge_masked_lora_(self._model)
         for parameter in self._model.parameters():
             parameter.requires_grad_(self._trained.get(id(parameter), True))
+
+
+class Scales(Recipe):
+    def __init__(self, model: nn.Module, stored: Stored) -> None:
+        from twofour.recover.scales import learn_scales_
+
+        self._model = model
+        self._trained = {id(p): p.requires_grad for p in model.parameters()}
+        self.layers = ()  # there are no masks to hold: codes do not change
+        self._learning = learn_scales_(model, stored)
+        scales = {id(stand_in.scale_change) for stand_in in self._learning.values()}
+        for parameter in model.parameters():
+            is_vector = parameter.dim() == 1 and self._trained.get(id(parameter), False)
+            parameter.requires_grad_(id(parameter) in scales or is_vector)
+
+    def finish(self) -> None:
+        from twofour.recover.scales import put_back_
+
+        put_back_(self._model, self._learning)
+        for parameter in self._model.parameters():
+            if id(parameter) in self._trained:
+                parameter.requires_grad_(self._trained[id(parameter)])
 
 
 def rounded_layers(

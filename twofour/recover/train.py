@@ -30,6 +30,7 @@ from twofour.recover.data import MOST_HELD_OUT, Windows
 from twofour.recover.loop import Trainer
 from twofour.recover.losses import perplexity
 from twofour.recover.options import Recover
+from twofour.recover.scales import quantized_layers
 from twofour.recover.spread import is_sharded_model
 from twofour.recover.state import Position, Store
 
@@ -93,6 +94,7 @@ def settle(model: Any, teacher: Any, options: Recover) -> Recover:
         longest=getattr(config, "max_position_embeddings", None) or 1 << 30,
         has_teacher=teacher is not None,
         processes=parallel.processes(),
+        quantized=bool(quantized_layers(model)),
     )
 
 
@@ -157,6 +159,8 @@ def train_(
 def _give_back(model: nn.Module, dtypes: dict[str, torch.dtype], training: bool) -> None:
     model.train(training)
     if not is_sharded_model(model):
+        for name, module in quantized_layers(model).items():  # which keep more than their parameters
+            module.to(dtypes[f"{name}.weight_scale"])
         for name, parameter in model.named_parameters():
             if name in dtypes:
                 parameter.data = parameter.data.to(dtypes[name])

@@ -1,0 +1,119 @@
+"""Training a model that is quantized already: its codes stay, and what they are multiplied with learns.
+
+To move a scale moves all weights under it by the same factor. So there are few numbers to train (one for 64
+kept weights in int4, one a row in 8 bits; norms and biases beside them), and with them few moments: what must
+fit into memory is a byte a weight, the activations and the teacher, not the sixteen bytes a weight of other
+recipes (PEQA, arXiv 2305.14152, tunes large models so; its text is a task's, ours is the teacher's).
+
+No code changes, so no zero does: the pattern cannot break, and the files have the size and the speed they
+had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from twofour.errors import InputError
+from twofour.quantize.activations import as_rounded, straight_through
+from twofour.quantize.rounding import per_column
+from twofour.quantize.schemes import Scheme
+
+
+def quantized_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that hold codes, by name. (They are nn.QuantizedLinear, of a room that comes after this.)"""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "scheme", None), Scheme)
+    }
+
+
+class LearntScales(nn.Module):
+    """Stands for a quantized linear layer while its scales are trained, and then puts them into it.
+
+    What is learnt is the logarithm of each scale's factor: one rate then suits large and small ones, and none
+    changes its sign. It multiplies with scales as they will be stored, beside a layer of `dtype`.
+    """
+
+    codes: Tensor
+    start: Tensor
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        packed, self._scheme, self._dtype = module.packed, module.scheme, dtype
+        start = packed.scale.detach().float()
+        codes = replace(packed, scale=torch.ones_like(start)).unpack(torch.float32)
+        kept = torch.float8_e4m3fn if self._scheme.codes == "fp8" else torch.int8
+        # Neither is of the model's state: they do not change, and the layer itself has them.
+        self.register_buffer("codes", codes.to(kept), persistent=False)
+        self.register_buffer("start", start, persistent=False)
+        self.scale_change = nn.Parameter(torch.zeros_like(start))
+        self.bias = module.bias
+        self._module = [module]  # not a submodule: its tensors are not trained, moved or saved
+
+    def scale(self) -> Tensor:
+        scale = self.start * self.scale_change.exp()
+        return straight_through(scale, self._scheme.rounded_scale(scale.detach(), self._dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        weight = _Dequantized.apply(self.scale(), self.codes, self._scheme, dtype)
+        return F.linear(as_rounded(x, self._scheme).to(dtype), weight, self.bias)
+
+    @torch.no_grad()
+    def learnt(self) -> Any:
+        """The layer itself, with the scales as they are now."""
+        module = self._module[0].to(self.codes.device)
+        module.load_state_dict({"weight_scale": self.scale().to(module.weight_scale.dtype)}, strict=False)
+        return module
+
+
+class _Dequantized(torch.autograd.Function):
+    """codes · scale in the dtype of the product. Only the codes are kept of it, which are there anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor, codes: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(codes)
+        ctx.scheme, ctx.width = scheme, scale.shape[1]
+        return (codes.float() * per_column(scale, scheme, codes.shape[1])).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (codes,) = ctx.saved_tensors
+        each = grads[0].float() * codes.float()
+        if ctx.scheme.group is not None:
+            short = ctx.width * ctx.scheme.group - each.shape[1]
+            each = F.pad(each, (0, short)).unflatten(1, (ctx.width, ctx.scheme.group))
+        return each.sum(-1).reshape(len(codes), ctx.width), None, None, None
+
+
+def learn_scales_(model: nn.Module, stored: Mapping[str, torch.dtype]) -> dict[str, LearntScales]:
+    """Put such a layer in the place of every quantized one. `stored`: what its scales will be stored as."""
+    found = quantized_layers(model)
+    for name, module in found.items():
+        if set(module.stored_as(name)) != {name}:
+            raise InputError(
+                "layers that are fused cannot be trained.", layer=name, hint="Call twofour.unfuse_ first."
+            )
+        if module.layer.kind == "conv2d":
+            raise InputError("the scales of a convolution cannot be trained.", layer=name)
+    learning = {
+        name: LearntScales(module, stored.get(f"{name}.weight_scale", module.weight_scale.dtype))
+        for name, module in found.items()
+    }
+    for name, stand_in in learning.items():
+        model.set_submodule(name, stand_in)
+    return learning
+
+
+def put_back_(model: nn.Module, learning: Mapping[str, LearntScales]) -> None:
+    """The layers themselves again, with what was learnt."""
+    for name, stand_in in learning.items():
+        model.set_submodule(name, stand_in.learnt())
