@@ -185,7 +185,7 @@ SAME = ("model", "method", "calibration", "evaluation", "device")
 def add_row(path: Path, row: dict[str, Any], same: Sequence[str] = SAME) -> None:
     """Add a row to a file, in place of an older one that says the same of `same`."""
     rows = json.loads(path.read_text()) if path.exists() else []
-    rows = [old for old in rows if any(old[key] != row[key] for key in same)]
+    rows = [old for old in rows if any(old.get(key) != row.get(key) for key in same)]
     path.write_text(json.dumps([*rows, row], indent=1, ensure_ascii=False) + "\n")
 
 

@@ -12,6 +12,10 @@ the same. Each has its perplexity over that of the 16-bit 2:4 model of the same 
 that of sparsegpt's; rows with a teacher keep the masks and round towards MODEL. Perplexity moves by luck
 as well, so with `--divergence` rows also say how far the predictions are from those of that 16-bit model,
 or of the teacher, in nats a token (KL).
+
+With `--train TOKENS` there are rows of `twofour recover` too, on CALIBRATION, with MODEL as the teacher:
+"scales" trains what was quantized, "trained" trains the pruned model with the rounding in the loop
+(`--scheme`) and rounds it to the nearest, over a 16-bit model of the same masks that was trained as long.
 """
 
 from __future__ import annotations
@@ -34,9 +38,14 @@ from oneshot import add_row, perplexity, windows_of
 import twofour
 from twofour.demo import from_gguf
 from twofour.io.check import check
+from twofour.io.checkpoint import Checkpoint
 from twofour.io.prune import prune_checkpoint
 from twofour.io.prune_calibrated import CalibrationOptions
 from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
+from twofour.io.record import last_step
+from twofour.io.recover import recover_checkpoint
+from twofour.quantize import Rounding
+from twofour.recover import Recover
 
 #: Scheme, group, rounding, and what else: those of the default set first, then the ones of `--all`.
 ROWS: tuple[tuple[str, int | None, str, str], ...] = (
@@ -69,8 +78,17 @@ MORE: tuple[tuple[str, int | None, str, str], ...] = (
     ("fp8", None, "joint", ""),
 )
 
+#: Those of `--train`.
+TRAINED: tuple[tuple[str, int | None, Rounding, str], ...] = (
+    ("fp8", None, "nearest", "trained"),
+    ("int4", 128, "nearest", "trained"),
+    ("int8", None, "compensated", "scales"),
+    ("fp8", None, "compensated", "scales"),
+    ("int4", 128, "compensated", "scales"),
+)
+
 SAME = (
-    *("model", "method", "scheme", "group", "rounding", "smooth", "tune", "teacher"),
+    *("model", "method", "scheme", "group", "rounding", "smooth", "tune", "teacher", "recovered"),
     *("calibration", "evaluation", "device"),
 )
 
@@ -101,6 +119,7 @@ def main() -> None:
     )
     parser.add_argument("--divergence", action="store_true", help="from the 16-bit model, in nats a token")
     parser.add_argument("--all", action="store_true", help="more rows: smoothing, other groups, weights only")
+    parser.add_argument("--train", type=int, help="tokens for the rows of `recover`, in steps of 4 windows")
     parser.add_argument("--work", type=Path, help="keep the checkpoints here; the pruned ones are used again")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -146,7 +165,7 @@ def run(given: argparse.Namespace, work: Path) -> None:
         evaluated = f"{len(scored)} windows of at most {given.context}, {count} tokens"
         found = {"perplexity": round(value, 4)} | ({"over_16_bit": round(value / over, 4)} if over else {})
         if beside and given.divergence:
-            key = "divergence_from_teacher" if what["teacher"] else "divergence"
+            key = "divergence" if beside.name.startswith("pruned-") else "divergence_from_teacher"
             found[key] = round(divergence(model, load(beside), scored), 6)
         row = {**named, **what, **found, "evaluation": f"{evaluated} of {given.evaluation.name}", **about}
         print(json.dumps(row), flush=True)
@@ -208,6 +227,36 @@ def run(given: argparse.Namespace, work: Path) -> None:
             # Other masks are another model.
             beside = None if joint else teacher or work / f"pruned-{method}"
             measure(out, over, beside, method=method, **what, **made)
+
+    def recovered(out: Path, start: Path, scheme: str | None = None) -> float:
+        """Train it, unless it is there, and say how long that took."""
+        if not out.exists():
+            options = Recover(tokens=given.train, batch=4, seqlen=given.seqlen, scheme=scheme)
+            recover_checkpoint(start, out, [given.calibration], source, options)
+        return float((last_step(Checkpoint(out).record, "recover") or {})["seconds"])
+
+    for method in given.methods if given.train else ():
+        pruned = work / f"pruned-{method}"
+        about_training = {"teacher": True, "trained_on": given.train, "method": method}
+        plainly = work / f"{method}-trained"
+        seconds = recovered(plainly, pruned)
+        what = {**plain, **about_training, "recovered": "trained", "seconds": seconds}
+        trained = measure(plainly, base[method], source, **what)
+        for scheme, group, rounding, extra in TRAINED:
+            name = " ".join(str(part) for part in (scheme, group, rounding, extra) if part)
+            if not any(fnmatch(name, wanted) for wanted in given.only):
+                continue
+            out = work / f"{method} {name}".replace(" ", "-")
+            options = QuantizeOptions(scheme, group, rounding)
+            what = {"scheme": scheme, "group": group, "rounding": rounding, "recovered": extra}
+            what |= {"smooth": False, "tune": False, **about_training}
+            if extra == "scales":
+                made = quantized(start := out.with_name(out.name.removesuffix("-scales")), pruned, options)
+                made["seconds"] = recovered(out, start)
+            else:
+                seconds = recovered(start := work / f"{method}-trained-for-{scheme}", pruned, scheme)
+                made = {**quantized(out, start, options), "seconds": seconds}
+            measure(out, base[method] if extra == "scales" else trained, source, **what, **made)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import twofour
 from twofour.errors import InputError
 from twofour.io.quantize import quantize_
 from twofour.pattern import check_pattern
-from twofour.quantize.rounding import quantize_matrix, search_scale
+from twofour.quantize.rounding import per_column, quantize_matrix, search_scale
 from twofour.quantize.schemes import SCHEMES, scheme_named
 from twofour.recover import Recover, hold_masks
 from twofour.recover.adaptive import AdaptiveMasks
@@ -207,6 +207,17 @@ def test_the_search_of_a_gpu_finds_the_same_scales(monkeypatch, name, dtype):
     assert torch.equal(fused_search(weight, scheme, dtype), search_scale(weight, scheme, dtype))
     weight[7, 2] = torch.nan
     assert fused_search(weight, scheme, dtype).shape == (48, scheme.scale_width(172))
+
+
+def test_scales_of_a_group_that_is_cut_short_are_right_when_compiled():
+    """torch 2.13 on a CPU compiled repeated scales to reads beyond their end."""
+    scheme, codes, scale = scheme_named("int4", 32), torch.randn(24, 44), torch.rand(24, 2)
+
+    def product(codes, scale):
+        return F.linear(codes, codes * per_column(scale, scheme, 44))
+
+    by_hand = codes * torch.cat([scale[:, :1].expand(-1, 32), scale[:, 1:].expand(-1, 12)], dim=1)
+    torch.testing.assert_close(torch.compile(product)(codes, scale), codes @ by_hand.t())
 
 
 def test_the_search_of_a_gpu_compiled():

@@ -23,7 +23,7 @@ from twofour.recover.beside import RUNS_BESIDE, Beside
 from twofour.recover.data import Windows
 from twofour.recover.losses import next_tokens, perplexity, recovery_loss, summed_task_loss
 from twofour.recover.masks import reshard
-from twofour.recover.options import Recover
+from twofour.recover.options import SCALES, Recover
 from twofour.recover.recipes import recipe_for
 from twofour.recover.spread import device_for, offload_teacher_, replicate, shard_, without_sync
 from twofour.recover.state import Position, Store, named_buffers
@@ -70,7 +70,8 @@ class Trainer:
             runner = replicate(model)
         self.parallel_model = runner
         # A compiler leaves out roundings of 16 bit in between, and what a weight is stored as has its codes.
-        exact: Any = {"options": {"emulate_precision_casts": True}} if options.scheme else {}
+        rounds = options.scheme is not None or options.recipe == SCALES
+        exact: Any = {"options": {"emulate_precision_casts": True}} if rounds else {}
         self.forward: Any = torch.compile(runner, **exact) if options.compile else runner
         self.teacher = self._teacher(teacher)
         # One whose weights are fetched layer by layer has streams of its own to do that in.

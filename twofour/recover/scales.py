@@ -11,7 +11,7 @@ had.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from twofour.errors import InputError
 from twofour.quantize.activations import as_rounded, straight_through
 from twofour.quantize.rounding import per_column
 from twofour.quantize.schemes import Scheme
+from twofour.recover.masks import ddp_ignore
 
 
 def quantized_layers(model: nn.Module) -> dict[str, Any]:
@@ -110,10 +111,16 @@ def learn_scales_(model: nn.Module, stored: Mapping[str, torch.dtype]) -> dict[s
     }
     for name, stand_in in learning.items():
         model.set_submodule(name, stand_in)
+    ddp_ignore(model, add=_buffer_names(learning))
     return learning
 
 
 def put_back_(model: nn.Module, learning: Mapping[str, LearntScales]) -> None:
     """The layers themselves again, with what was learnt."""
+    ddp_ignore(model, remove=_buffer_names(learning))
     for name, stand_in in learning.items():
         model.set_submodule(name, stand_in.learnt())
+
+
+def _buffer_names(learning: Iterable[str]) -> list[str]:
+    return [f"{name}.{buffer}" for name in learning for buffer in ("codes", "start")]
