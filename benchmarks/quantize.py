@@ -190,6 +190,11 @@ def run(given: argparse.Namespace, work: Path) -> None:
         sizes = {"bytes": stored, "share_of_dense_16_bit": round(stored / dense, 4)}
         return {**sizes, "seconds": round(seconds, 1)}
 
+    def wanted(*parts: object) -> str | None:
+        """The name of a row, if it is asked for."""
+        name = " ".join(str(part) for part in parts if part)
+        return name if any(fnmatch(name, pattern) for pattern in given.only) else None
+
     plain = {
         "scheme": "16 bit",
         "group": None,
@@ -207,8 +212,7 @@ def run(given: argparse.Namespace, work: Path) -> None:
         seconds = round(time.perf_counter() - start, 1)
         base[method] = measure(pruned, None, method=method, **plain, seconds=seconds)
     for scheme, group, rounding, extra in (*ROWS, *(MORE if given.all else ())):
-        name = " ".join(str(part) for part in (scheme, group, rounding, extra) if part)
-        if not any(fnmatch(name, wanted) for wanted in given.only):
+        if not (name := wanted(scheme, group, rounding, extra)):
             continue
         how: Any = rounding
         extras = extra.split()
@@ -237,26 +241,28 @@ def run(given: argparse.Namespace, work: Path) -> None:
 
     for method in given.methods if given.train else ():
         pruned = work / f"pruned-{method}"
-        about_training = {"teacher": True, "trained_on": given.train, "method": method}
-        plainly = work / f"{method}-trained"
-        seconds = recovered(plainly, pruned)
-        what = {**plain, **about_training, "recovered": "trained", "seconds": seconds}
-        trained = measure(plainly, base[method], source, **what)
+        training = {"method": method, "teacher": True, "trained_on": given.train}
+        against = {"scales": base[method]}
         for scheme, group, rounding, extra in TRAINED:
-            name = " ".join(str(part) for part in (scheme, group, rounding, extra) if part)
-            if not any(fnmatch(name, wanted) for wanted in given.only):
+            if not (name := wanted(scheme, group, rounding, extra)):
                 continue
+            if extra not in against:  # what the same training gives in 16 bit
+                seconds = recovered(plainly := work / f"{method}-trained", pruned)
+                what = {**plain, **training, "recovered": extra, "seconds": seconds}
+                against[extra] = measure(plainly, base[method], source, **what)
             out = work / f"{method} {name}".replace(" ", "-")
             options = QuantizeOptions(scheme, group, rounding)
-            what = {"scheme": scheme, "group": group, "rounding": rounding, "recovered": extra}
-            what |= {"smooth": False, "tune": False, **about_training}
             if extra == "scales":
-                made = quantized(start := out.with_name(out.name.removesuffix("-scales")), pruned, options)
+                start = out.with_name(out.name.removesuffix("-scales"))
+                made = quantized(start, pruned, options)
                 made["seconds"] = recovered(out, start)
             else:
-                seconds = recovered(start := work / f"{method}-trained-for-{scheme}", pruned, scheme)
+                start = work / f"{method}-trained-for-{scheme}"
+                seconds = recovered(start, pruned, scheme)
                 made = {**quantized(out, start, options), "seconds": seconds}
-            measure(out, base[method] if extra == "scales" else trained, source, **what, **made)
+            what = {"scheme": scheme, "group": group, "rounding": rounding, "recovered": extra}
+            what |= {"smooth": False, "tune": False, **training}
+            measure(out, against[extra], source, **what, **made)
 
 
 @torch.no_grad()

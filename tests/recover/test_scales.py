@@ -166,3 +166,17 @@ def test_refusals():
     conv = twofour.quantize_(twofour.prune_(nn.Sequential(nn.Conv2d(16, 16, 3))), "int8", rounding="nearest")
     with pytest.raises(InputError, match="convolution"):
         learn_scales_(conv, {})
+
+
+def test_the_weight_can_be_read_and_inputs_have_their_gradient():
+    torch.manual_seed(0)
+    model = twofour.quantize_(
+        twofour.prune_(nn.Sequential(nn.Linear(44, 24, bias=False))), "int4", group=32, rounding="nearest"
+    )
+    weight = model[0].unpacked().float()
+    (learning,) = learn_scales_(model, {}).values()
+    torch.testing.assert_close(learning.weight.detach(), weight)
+    x = torch.randn(2, 3, 44, requires_grad=True)
+    wanted = torch.randn(2, 3, 24)
+    (model(x) * wanted).sum().backward()
+    torch.testing.assert_close(x.grad, wanted @ weight)

@@ -164,4 +164,5 @@ def run(
             f"Output error of the blocks on held-out text: {before:.2e} rounded, {after:.2e} tuned (mean); "
             f"{back} of {len(blocks)} stay untuned, where it did not help."
         )
-    say(f"Next: [bold]twofour check {out}[/], [bold]twofour eval {out} --data TEXT[/].")
+    say(f"Next: [bold]twofour check {out}[/], [bold]twofour eval {out} --data TEXT[/],")
+    say(f"or [bold]twofour recover {out} {out}-r --data TEXT[/], which trains its scales.")

@@ -29,8 +29,8 @@ ONLY_HOW = ("accumulate", "save_every", "checkpointing", "fsdp", "compile", "tea
 #: A window is at most so long unless asked: longer ones cost more and teach little that was lost.
 LONGEST_WINDOW = 1024
 
-#: A step moves a scale by a thousandth of itself at most.
-SCALES_RATE = 1e-3
+#: A step moves a scale by about half a per cent of itself at most (benchmarks/LOG.md has others).
+SCALES_RATE = 5e-3
 
 #: Tokens of one step, unless asked. Few tokens in all want many small steps, many want large ones that fill
 #: a GPU.

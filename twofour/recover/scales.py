@@ -2,8 +2,8 @@
 
 To move a scale moves all weights under it by the same factor. So there are few numbers to train (one for 64
 kept weights in int4, one a row in 8 bits; norms and biases beside them), and with them few moments: what must
-fit into memory is a byte a weight, the activations and the teacher, not the sixteen bytes a weight of other
-recipes (PEQA, arXiv 2305.14152, tunes large models so; its text is a task's, ours is the teacher's).
+fit into memory is a byte and a half a weight, the activations and the teacher; other recipes have sixteen
+bytes a weight. (PEQA, arXiv 2305.14152, tunes large models so for a task; here it is for what was lost.)
 
 No code changes, so no zero does: the pattern cannot break, and the files have the size and the speed they
 had.
@@ -62,11 +62,18 @@ class LearntScales(nn.Module):
         scale = self.start * self.scale_change.exp()
         return straight_through(scale, self._scheme.rounded_scale(scale.detach(), self._dtype))
 
+    @property
+    def weight(self) -> Tensor:
+        """To read, for models that look at it."""
+        return _dequantized(self.scale(), self.codes, self._scheme, torch.float32)
+
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        weight = _Dequantized.apply(self.scale(), self.codes, self._scheme, dtype)
-        return F.linear(as_rounded(x, self._scheme).to(dtype), weight, self.bias)
+        y: Tensor = _Product.apply(
+            as_rounded(x, self._scheme).to(dtype), self.scale(), self.codes, self._scheme
+        )
+        return y if self.bias is None else y + self.bias.to(dtype)
 
     @torch.no_grad()
     def learnt(self) -> Any:
@@ -76,23 +83,31 @@ class LearntScales(nn.Module):
         return module
 
 
-class _Dequantized(torch.autograd.Function):
-    """codes · scale in the dtype of the product. Only the codes are kept of it, which are there anyway."""
+def _dequantized(scale: Tensor, codes: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
+    return (codes.float() * per_column(scale, scheme, codes.shape[1])).to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    """x · (codes · scale)ᵀ. For the way back the weight is made again: to keep those of all layers would take
+    more memory than all else."""
 
     @staticmethod
-    def forward(ctx: Any, scale: Tensor, codes: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(codes)
-        ctx.scheme, ctx.width = scheme, scale.shape[1]
-        return (codes.float() * per_column(scale, scheme, codes.shape[1])).to(dtype)
+    def forward(ctx: Any, x: Tensor, scale: Tensor, codes: Tensor, scheme: Scheme) -> Tensor:
+        ctx.save_for_backward(x, scale, codes)
+        ctx.scheme = scheme
+        return F.linear(x, _dequantized(scale, codes, scheme, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (codes,) = ctx.saved_tensors
-        each = grads[0].float() * codes.float()
-        if ctx.scheme.group is not None:
-            short = ctx.width * ctx.scheme.group - each.shape[1]
-            each = F.pad(each, (0, short)).unflatten(1, (ctx.width, ctx.scheme.group))
-        return each.sum(-1).reshape(len(codes), ctx.width), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        x, scale, codes = ctx.saved_tensors
+        (grad,), scheme = grads, ctx.scheme
+        of_x = grad @ _dequantized(scale, codes, scheme, grad.dtype) if ctx.needs_input_grad[0] else None
+        of_weight = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        each = of_weight.float() * codes.float()
+        if scheme.group is not None:
+            short = scale.shape[1] * scheme.group - each.shape[1]
+            each = F.pad(each, (0, short)).unflatten(1, (scale.shape[1], scheme.group))
+        return of_x, each.sum(-1).reshape(scale.shape), None, None
 
 
 def learn_scales_(model: nn.Module, stored: Mapping[str, torch.dtype]) -> dict[str, LearntScales]:
