@@ -22,11 +22,12 @@ pytestmark = [
 LENGTH = 64
 
 
-def small():
+def small(**changed):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 300}
+    shape |= changed
     config = LlamaConfig(**shape, num_attention_heads=2, max_position_embeddings=128, initializer_range=0.2)
     return LlamaForCausalLM(config).cuda().eval()
 
@@ -64,6 +65,30 @@ def test_every_recipe_in_bfloat16(teacher, windows, recipe):
     assert seen[-1] < seen[0]
     for layer in select(student).layers:
         assert check_pattern(student.get_parameter(f"{layer.name}.weight")).legal
+
+
+@pytest.mark.parametrize("scheme", ["int4", "fp8"])
+def test_a_quantized_model_learns_by_its_scales(windows, scheme):
+    """Of a shape whose codes lie in threads' order on Hopper: what comes back is in the order of files."""
+    dense = small(hidden_size=128, intermediate_size=256).to(torch.bfloat16)
+    model = twofour.quantize_(twofour.prune_(copy.deepcopy(dense)), scheme, rounding="nearest")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen = []
+    twofour.recover_(
+        *(model, windows, dense, Recover(tokens=60 * 16 * LENGTH, batch=16)),
+        on_progress=lambda done, total, label: seen.append(
+            float(label.split("perplexity ")[1].split(",")[0])
+        ),
+    )
+    assert seen[-1] < seen[0]
+    after = model.state_dict()
+    for name, tensor in before.items():
+        same = torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8))
+        assert same != name.endswith(("weight_scale", "norm.weight")), name
+    fresh = twofour.quantize_(twofour.prune_(copy.deepcopy(dense)), scheme, rounding="nearest")
+    fresh.load_state_dict(after)
+    with torch.no_grad():
+        assert torch.equal(model(windows[:4].cuda()).logits, fresh(windows[:4].cuda()).logits)
 
 
 def test_compiled_it_is_the_same_training(teacher, windows):
