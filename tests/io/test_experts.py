@@ -299,6 +299,26 @@ def test_quantized_experts(mixture, tmp_path):
     assert 0 < (ours - dense).norm() / dense.norm() < 0.05
 
 
+def test_scales_of_experts_learn(mixture, text, tmp_path):
+    """Also where files have other names for experts than the model. One that no token reaches stays."""
+    from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
+    from twofour.io.recover import recover_checkpoint
+    from twofour.recover import Recover
+
+    prune_checkpoint(mixture, tmp_path / "pruned")
+    quantize_checkpoint(tmp_path / "pruned", tmp_path / "int8", QuantizeOptions("int8-weight"))
+    options = Recover(tokens=40 * 4 * 16, batch=4, seqlen=16, lr=2e-2)
+    step = recover_checkpoint(tmp_path / "int8", tmp_path / "out", [text], mixture, options)
+    assert step["held_out_loss"]["after"] < step["held_out_loss"]["before"]
+    assert check(tmp_path / "out").ok
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("int8", "out"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert all(name.endswith(("weight_scale", "norm.weight")) for name in changed)
+    experts = experts_in(name for name in before if name.endswith("weight_scale"))
+    assert len(experts) == 2 * 4 * 3
+    assert len(experts_in(changed)) > len(experts) / 2
+
+
 @pytest.mark.parametrize("with_text", [False, True])
 def test_quantized_in_memory(with_text, tmp_path):
     model = twofour.prune_(mixtral())
