@@ -167,3 +167,25 @@ def test_what_is_put_back_in_inference_mode_serves_training_too():
     x = torch.randn(1, 256).bfloat16().requires_grad_()
     made(x).sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "reached"),
+    [
+        (torch.bfloat16, 2.0**54, True),
+        (torch.bfloat16, -(2.0**55), False),
+        (torch.bfloat16, 2.0**-66, True),
+        (torch.bfloat16, 2.0**-67, False),
+        (torch.bfloat16, 0.0, True),
+        (torch.bfloat16, torch.nan, False),
+        (torch.float16, -8188.0, True),  # times 8: the largest number
+        (torch.float16, 8192.0, False),
+        (torch.float16, 2.0**-24, True),
+    ],
+)
+@pytest.mark.usefixtures("_wanted")
+def test_layers_with_scales_beyond_the_kernels_reach_stay_as_they_are(dtype, size, reached):
+    made = layer(64, 256, dtype=dtype)
+    made.weight_scale.data[3, 1] = size
+    made._stream()
+    assert is_streamed(made.weight_meta) == reached

@@ -12,6 +12,7 @@ of its word p have the left and the right code of row 16w + r + 8·(i % 2) and j
 are those that `wgmma.sp` wants of it: word h has bytes 8h + 2q and 8h + 2q + 1 of either row.
 
 Only in memory, and only where that kernel can run: files and state dicts have the packed tensors as they are.
+It multiplies codes by scales in 16 bits, so these must be of a size that leaves room for that.
 """
 
 from __future__ import annotations
@@ -28,6 +29,17 @@ Three = tuple[Tensor, Tensor, Tensor]
 def is_streamed(meta: Tensor) -> bool:
     """Of a single matrix: with leading dimensions positions never lie so."""
     return meta.dim() == 4
+
+
+def within_reach(scale: Tensor) -> bool:
+    """Whether the kernel can multiply by such scales: not far beyond the size of any model's weights.
+
+    In float16 a weight, up to 8 scales, must be a number; in bfloat16 see cuda/numbers.cuh.
+    """
+    size = scale.detach().abs().float()
+    if scale.dtype == torch.float16:
+        return bool((8 * size <= torch.finfo(torch.float16).max).all())
+    return bool(((size < 2.0**55) & ((size >= 2.0**-66) | (size == 0))).all())
 
 
 def stream(values: Tensor, meta: Tensor, scale: Tensor) -> Three:

@@ -64,10 +64,11 @@ class Expected:
     """The exact product, and the error of a dense one with the same weights.
 
     These have more bits than 16-bit numbers hold, so a dense product of them is one in float32, rounded once.
+    `weight`: in place of code × scale, unrounded.
     """
 
-    def __init__(self, x, packed, bias=None):
-        w = packed.unpack(torch.float64)
+    def __init__(self, x, packed, bias=None, weight=None):
+        w = packed.unpack(torch.float64) if weight is None else weight
         self.exact = x.double() @ w.t() + (0 if bias is None else bias.double())
         dense = F.linear(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)
         self.dense = max(error(dense, self.exact), error(self.exact.to(x.dtype), self.exact))

@@ -13,6 +13,7 @@ from twofour.kernels import hopper, hopper_choices, hopper_source
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOKENS = (1, 8, 16, 32, 64)
+EVERY = 4  # of the configurations is compiled: with 1 it takes minutes
 
 
 def registers_allowed(config: hopper.Decode4) -> int:
@@ -27,27 +28,31 @@ def candidate(tokens: int, warpgroups: int, split: int, step: int, teams: int) -
     return next(c for c in hopper_choices.configs4(tokens) if (c.warpgroups, c.split, c.step, c.teams) == of)
 
 
+#: Each that compiles to something else: how many tiles are in flight changes nothing but numbers.
+COMPILED = [
+    (config, dtype, activation)
+    for tokens, dtype, activation in (
+        *((tokens, BF16, None) for tokens in (8, 16, 24, 32, 48, 64)),
+        (8, FP16, "gelu"),
+        (32, BF16, "silu"),
+        (64, FP16, "gelu_tanh"),
+    )
+    for config in {
+        (c.warpgroups, c.teams, c.split > 1, c.step, c.resident): c for c in hopper_choices.configs4(tokens)
+    }.values()
+    if config.gates or activation is None
+]
+
+
 @nvcc
-@pytest.mark.parametrize(
-    ("shape", "dtype", "activation", "spilled"),
-    [
-        ((8, 1, 2, 512, 1), BF16, None, 0),
-        ((8, 4, 1, 512, 1), FP16, "silu", 0),
-        ((8, 1, 1, 512, 4), BF16, None, 0),
-        ((16, 1, 4, 512, 2), FP16, None, 0),
-        ((16, 4, 1, 256, 1), BF16, "gelu", 0),
-        ((24, 2, 1, 512, 1), BF16, None, 0),
-        ((32, 2, 1, 512, 1), BF16, "gelu_tanh", 0),
-        ((32, 2, 1, 256, 1), BF16, "silu", 32),
-        ((32, 1, 4, 256, 1), FP16, None, 32),
-        ((64, 1, 4, 512, 1), BF16, None, 0),
-        ((64, 2, 1, 256, 1), FP16, "silu", 0),
-        ((16, 3, 1, 512, 1), BF16, None, 0),
-    ],
-)
-def test_products_run_side_by_side_and_little_is_spilled(shape, dtype, activation, spilled, tmp_path):
-    config = candidate(*shape)
-    assert config.gates or activation is None
+@pytest.mark.parametrize("part", range(6))
+def test_products_run_side_by_side_and_nothing_is_spilled(part, tmp_path):
+    """A sixth of them: they take a second each."""
+    for config, dtype, activation in COMPILED[part :: 6 * EVERY]:
+        _compile(config, dtype, activation, tmp_path)
+
+
+def _compile(config, dtype, activation, tmp_path):
     source = hopper_source.source(config, dtype, activation)
     kind = "f32.bf16.bf16" if dtype == BF16 else "f32.f16.f16"
     assert f"wgmma.mma_async.sp.sync.aligned.m64n{config.tokens}k32.{kind}" in source
@@ -56,8 +61,7 @@ def test_products_run_side_by_side_and_little_is_spilled(shape, dtype, activatio
         said
     )  # ptxas' word for products that wait for others
     assert "warning" not in said, said
-    (both,) = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert max(map(int, both)) <= spilled, (config, both)
+    assert "0 bytes spill stores, 0 bytes spill loads" in said, config
     (registers,) = re.findall(r"Used (\d+) registers", said)
     assert int(registers) <= registers_allowed(config)
 
@@ -69,12 +73,13 @@ def test_every_candidate_fits_the_multiprocessor(tokens):
     for config in candidates:
         assert config.tokens == max(tokens, 8)
         assert config.stages >= 2
-        assert config.stages % config.teams == 0
-        taken = config.shared_bytes + 16 * config.stages + 1024  # with the barriers, and what is kept back
+        assert config.stages % config.teams == config.x_stages % config.teams == 0
+        barriers = 16 * (config.stages + config.x_stages)
+        taken = config.shared_bytes + barriers + 1024  # with what is kept back
         assert config.resident >= 1
         assert config.resident * taken <= 228 << 10
-        # Three sets of sums, numbers and positions of two groups: all at the same time.
-        assert 3 * config.tokens // 2 + 2 * (16 + 2) <= registers_allowed(config)
+        # Sums, numbers and positions of two groups, codes and scales of the next: all at the same time.
+        assert config.tokens // 2 + 2 * (16 + 2) + 5 <= registers_allowed(config)
         assert config.resident * config.threads <= 2048
         assert (config.tokens // 2) % config.split == 0
         assert config.split <= 8  # blocks of a cluster that every GPU runs

@@ -17,12 +17,14 @@ a product of zeros draws less power, and a GPU at its power limit then runs fast
 from __future__ import annotations
 
 import datetime
+import gc
 import math
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,6 +122,18 @@ def balanced_orders(count: int) -> list[list[int]]:
     first = [i // 2 if i % 2 == 0 else count - 1 - i // 2 for i in range(count)]
     orders = [[(i + start) % count for i in first] for start in range(count)]
     return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
+
+
+@contextmanager
+def many_graphs() -> Iterator[None]:
+    """Where hundreds of graphs are captured: torch collects garbage before each, and looks at every object of
+    the process for that, a tenth of a second each time. What is there already is left out of it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def time_graph(calls: Sequence[Call], repeats: int = 30) -> Times:

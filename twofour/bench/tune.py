@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twofour.bench.timing import Timer, graph_timer, in_turns
+from twofour.bench.timing import Timer, graph_timer, in_turns, many_graphs
 from twofour.bench.tuned_weights import CodesToTune, ToTune, WeightsToTune
 from twofour.errors import TwoFourError
 from twofour.kernels import dispatch, tuning
@@ -65,9 +65,10 @@ def tune(
         weights.compile(buckets)
     for weights in to_tune:
         weights.make()
-        for bucket in buckets:
-            on_progress(next(steps), total, f"{weights.n}×{weights.k}, {bucket} tokens")
-            rows += _tune_one(weights, bucket)
+        with many_graphs():
+            for bucket in buckets:
+                on_progress(next(steps), total, f"{weights.n}×{weights.k}, {bucket} tokens")
+                rows += _tune_one(weights, bucket)
         weights.drop()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -109,9 +109,11 @@ class Decode8(Decode):
 
 @dataclass(frozen=True)
 class Decode4(Decode):
-    """Few tokens of 16 bits, weights of 4; and teams of warpgroups, which take tiles in turns."""
+    """Few tokens of 16 bits, weights of 4: teams of warpgroups, which take tiles in turns, and tiles of x in
+    flight, beside those of the weight."""
 
     teams: int = 1
+    x_stages: int = 2
 
     kernel: ClassVar[str] = "decode4"
     source: ClassVar[str] = "decode4"
@@ -119,17 +121,20 @@ class Decode4(Decode):
     @property
     def stage_bytes(self) -> int:
         """Codes, positions and scales of 64 rows and 128 columns are 3200."""
-        return 3200 * self.warpgroups * (self.step // 128) + 2 * self.step * self.tokens
+        return 3200 * self.warpgroups * (self.step // 128)
+
+    @property
+    def shared_bytes(self) -> int:
+        return super().shared_bytes + self.x_stages * 2 * self.step * self.tokens
 
     @property
     def threads(self) -> int:
-        """A copying warp for every warpgroup of a team."""
-        return self.warpgroups * (128 * self.teams + 32)
+        """A copying warp for every warpgroup of a team, and one for x."""
+        return 128 * self.warpgroups * self.teams + 32 * self.warpgroups + 32
 
     @property
     def registers(self) -> int:
-        more = 8 if self.step == 512 and self.tokens > 8 else 0
-        return max(64 + self.tokens, 24 + 2 * self.tokens) + more
+        return 64 + self.tokens // 2
 
     @property
     def resident(self) -> int:

@@ -49,34 +49,47 @@ def configs8(tokens: int, n: int = 16) -> list[Decode8 | Prefill8]:
 def configs4(tokens: int) -> list[Decode4]:
     """Candidates for weights of 4 bits; beyond 64 tokens they come in several tiles."""
     room = min(_room(tokens), 64)
+    shapes = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1))
     found = [
-        _fit_of(Decode4, room, warpgroups, split, step, resident, teams=teams)
-        for resident, (warpgroups, teams), split, step in itertools.product(
-            (4, 3, 2, 1), ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)), (1, 2, 4), (256, 512)
+        _fit4(room, warpgroups, split, step, teams, rounds * teams, resident)
+        for resident, (warpgroups, teams), split, step, rounds in itertools.product(
+            (4, 3, 2, 1), shapes, (1, 2, 4), (256, 512), (2, 3, 4)
         )
     ]
+    return [c for c in dict.fromkeys(found) if c is not None]
+
+
+def _fit4(
+    room: int, warpgroups: int, split: int, step: int, teams: int, x_stages: int, resident: int
+) -> Decode4 | None:
+    """With as many tiles of the weight in flight as there is memory for. None if nothing fits."""
+    one = Decode4(room, warpgroups, split, step, 1, teams=teams, x_stages=x_stages)
+    each = (SHARED_BYTES + RESERVED) // resident - RESERVED - BARRIERS
+    stages = min((each - one.shared_bytes) // one.stage_bytes + 1, 16)
     # A stage is always the same team's: a barrier tells a phase from the next, not from the one after that.
-    whole = [replace(c, stages=c.stages // c.teams * c.teams) for c in found if c is not None]
-    return [c for c in dict.fromkeys(whole) if c.stages > 1 and c.resident]
+    config = replace(one, stages=stages // teams * teams)
+    fits = config.stages > 1 and config.resident >= resident and (room // 2) % split == 0
+    return config if fits else None
 
 
 def guess4(rows: int, tokens: int, processors: int = 132, gated: bool = False) -> Decode4:
     """A good configuration for a shape that was not measured, after those that were (benchmarks/LOG.md).
 
-    Many rows come in blocks of two warpgroups, which read x less often; of few rows several blocks share the
-    columns, and two teams of each. Half the memory for a block leaves room for the next kernel's first ones.
+    Many rows come in blocks of two warpgroups, which read x less often, and half the memory for a block leaves
+    room for the next kernel's first ones. Few rows are for two or three teams, and if they are fewer than
+    multiprocessors, several blocks share the columns.
     """
-    units, step = -(-rows // 64), 512
+    units, step, resident = -(-rows // 64), 512, 2
     if units >= 3 * processors:
         shape, step = (2, 1, 1), 512 if tokens <= 16 else 256
     else:
-        split = next((split for split in (1, 2) if units * split >= 0.9 * processors), 4)
-        shape = (2, split, 1) if gated else (1, split, 2)
+        split = next((split for split in (1, 2) if units * split >= 0.7 * processors), 4)
+        shape, resident = ((2, split, 1), 2) if gated else ((1, split, 3 if tokens <= 16 else 2), 1)
 
-    def unlikeness(config: Decode4) -> tuple[bool, int, bool, bool, int, int]:
+    def unlikeness(config: Decode4) -> tuple[bool, int, int, bool, int, int]:
         rows, split, teams = config.warpgroups, config.split, config.teams
-        apart = (rows != shape[0], abs(split - shape[1]), teams != shape[2], config.step != step)
-        return *apart, abs(config.resident - 2), -config.stages
+        apart = (rows != shape[0], abs(split - shape[1]), abs(teams - shape[2]), config.step != step)
+        return *apart, abs(config.resident - resident), -config.stages
 
     return min((c for c in configs4(tokens) if c.gates or not gated), key=unlikeness)
 

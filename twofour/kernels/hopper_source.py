@@ -78,7 +78,7 @@ def source(
         }
     shared = ["few_sm90.cuh" if isinstance(config, Decode) else "tiles_sm90.cuh"]
     if isinstance(config, Decode4):
-        constants |= {"TEAMS": config.teams, "RESIDENT": config.resident}
+        constants |= {"TEAMS": config.teams, "RESIDENT": config.resident, "X_STAGES": config.x_stages}
         shared.append("numbers.cuh")
     elif not isinstance(config, Prefill8):
         shared.append("positions_sm90.cuh")

@@ -39,7 +39,7 @@ from twofour.kernels import cusparselt
 from twofour.packed import BITS, Packed24, as_stored, ordered_shape, pack, packed_shapes, validate
 from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
-from twofour.streamed import is_streamed, stream
+from twofour.streamed import is_streamed, stream, within_reach
 
 Memory = Literal["auto", "fast", "small"]
 
@@ -326,7 +326,7 @@ class SparseLinear(PackedModule):
         if scale is None:
             return
         of = (self.out_features, self.in_features, scale.dtype, values.device, values.dtype, scale.shape[1])
-        if kernels.dispatch_codes.wants_stream(*of):
+        if kernels.dispatch_codes.wants_stream(*of) and within_reach(scale):
             with torch.inference_mode(False), torch.no_grad():
                 self._set_data(*stream(values, self.weight_meta.detach(), scale.detach()))
 

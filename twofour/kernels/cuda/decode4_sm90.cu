@@ -6,18 +6,18 @@
 // as 16, so what is done per weight must be little:
 // * W comes in threads' order (streamed.py): of 64 rows × 128 columns, a thread finds its codes in one piece of 16 bytes, its
 //   positions in one of 8, as wgmma.sp takes them, and the scales of its two rows in one of 4. A copy is kilobytes in a row.
-// * Codes become 16-bit numbers in registers, exactly, and wgmma takes its sparse operand A from there; x it reads from
-//   shared memory once for 64 rows. A scale never touches a weight (that would round): it multiplies the sum of the
-//   products of its 128 columns, in float32, on the way to the total.
-// * Two sets of registers. With few tokens they take turns: while the products of one group run, the next one's numbers are
-//   made. With more (PAIRS) it is the products that take long, each waiting for the one before that adds to the same sums: two
-//   groups are multiplied in turns.
+// * Codes times scales become 16-bit numbers in registers, rounded once: the weight as it is in 16 bits (numbers.cuh). wgmma
+//   takes its sparse operand A from there, and all products add to the same sums; x it reads from shared memory once for 64
+//   rows.
+// * Two sets of registers take turns: while the products of one group run, the next one's numbers are made.
+// * W and x have rings of their own. W is read ahead as far as there is memory, also before x is there, which the kernel
+//   before may still be making; x takes little of that memory from it, and its tiles are soon free again.
 // * TEAMS of warpgroups have the same rows and tile after tile in turns, so that few rows keep many threads busy.
 //
 // Compiled per configuration: TOKENS (8…64, more are several tiles), WARPGROUPS (of a team), TEAMS, SPLIT, STEP (256 or 512),
-// STAGES, RESIDENT (blocks on a multiprocessor), GATED and FP16 or bf16; sm90.cuh, few_sm90.cuh and numbers.cuh come first,
-// WGMMA(…) is generated. Any n that is a multiple of 64, any k of 128. What lies beyond the edges of x is filled with zeros
-// by the copy engine.
+// STAGES (of W), X_STAGES, RESIDENT (blocks on a multiprocessor), GATED and FP16 or bf16; sm90.cuh, few_sm90.cuh and numbers.cuh
+// come first, WGMMA(…) is generated. Any n that is a multiple of 64, any k of 128. What lies beyond the edges of x is filled with
+// zeros by the copy engine.
 
 constexpr int GROUPS = STEP / 128;  // of a tile
 constexpr int A_BYTES = 64 * 128 / 4, E_BYTES = 64 * 128 / 8, S_BYTES = 64 * 2;  // of a group: codes, positions, scales
@@ -26,10 +26,11 @@ constexpr int W_BYTES = S_FIRST + GROUPS * S_BYTES;                             
 constexpr int B_BOX = TOKENS * 128;                                              // 64 columns of x
 constexpr int B_BYTES = B_BOX * (STEP / 64);
 constexpr int MULTIPLIERS = TEAMS * CONSUMERS;
-constexpr bool PAIRS = TOKENS >= 32;
-constexpr int COPIERS = WARPGROUPS;  // warps: a single one cannot ask for all that so many rows want (benchmarks/LOG.md)
-static_assert(STAGES % TEAMS == 0, "whoever waits for a stage has seen it full before");
-static_assert((TEAMS - 1) * ACCUMULATORS * CONSUMERS * 4 <= STAGES * (B_BYTES + WARPGROUPS * W_BYTES),
+constexpr int COPIERS = WARPGROUPS + 1;  // warps: one for the rows of each warpgroup, and one for x
+// Codes and scales of a group are read before the products of the one before it begin, if there are registers for that.
+constexpr bool AHEAD = STEP == 256 || TOKENS > 8 || (RESIDENT == 1 && MULTIPLIERS < 512);
+static_assert(STAGES % TEAMS == 0 && X_STAGES % TEAMS == 0, "whoever waits for a stage has seen it full before");
+static_assert((TEAMS - 1) * ACCUMULATORS * CONSUMERS * 4 <= X_STAGES * B_BYTES + STAGES * WARPGROUPS * W_BYTES,
               "sums that teams hand over lie where the tiles were");
 
 struct Group {  // what the products of a group read while they run
@@ -54,9 +55,9 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which address each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
-  char* weights = shared + STAGES * B_BYTES;                            // [STAGES][WARPGROUPS]
+  char* weights = shared + X_STAGES * B_BYTES;                          // [STAGES][WARPGROUPS]
   float* gathered = (float*)(weights + STAGES * WARPGROUPS * W_BYTES);  // [SPLIT][SHARE][CONSUMERS]
-  __shared__ alignas(8) u64 full[STAGES], x_full[STAGES], empty[STAGES];
+  __shared__ alignas(8) u64 full[STAGES], empty[STAGES], x_full[X_STAGES], x_empty[X_STAGES];
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Place place(steps, blocks, tiles, grouped);
@@ -65,9 +66,12 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
   if (threadIdx.x == MULTIPLIERS) {
     prefetch_map(&x);
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(shared_address(&full[s]), COPIERS);
-      barrier_init(shared_address(&x_full[s]), 1);
+      barrier_init(shared_address(&full[s]), WARPGROUPS);
       barrier_init(shared_address(&empty[s]), 4 * WARPGROUPS);
+    }
+    for (int s = 0; s < X_STAGES; ++s) {
+      barrier_init(shared_address(&x_full[s]), 1);
+      barrier_init(shared_address(&x_empty[s]), 4 * WARPGROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -76,12 +80,23 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
   __syncthreads();
   if (SPLIT > 1) cluster_arrive();
 
-  if (warp >= MULTIPLIERS / 32) {  // the copying warps: each has the rows of a warpgroup, the first one x as well
-    if (lane == 0) {
-      u64 once, often;  // weights pass through the cache once; x is wanted again by every block
-      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
-      asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(often));
-      const int w = warp - MULTIPLIERS / 32;
+  if (warp >= MULTIPLIERS / 32) {  // the copying warps
+    const int w = warp - MULTIPLIERS / 32;
+    u64 policy;  // weights pass through the cache once; x is wanted again by every block
+    if (w == WARPGROUPS && lane == 0) {
+      asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+      asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the work of the kernel before
+      int stage = 0, phase = 0;
+      for (int i = 0; i < count; ++i) {
+        const u32 barrier = shared_address(&x_full[stage]);
+        barrier_wait(shared_address(&x_empty[stage]), phase ^ 1);  // the first round passes at once
+        barrier_expect(barrier, B_BYTES);
+        copy_slices(shared_address(shared) + stage * B_BYTES, &x, place.first_token, (place.first + i) * (STEP / 64), barrier,
+                    policy);
+        if (++stage == X_STAGES) stage = 0, phase ^= 1;
+      }
+    } else if (lane == 0) {
+      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
       const u32 first = shared_address(weights) + w * W_BYTES;
 #if GATED
       const int block = w % 2 * (n / 64) + min(place.block * (WARPGROUPS / 2) + w / 2, n / 64 - 1);
@@ -92,13 +107,15 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
       const char *codes = values + from * A_BYTES, *places = positions + from * E_BYTES;
       const char* scales = scale + from * S_BYTES;
       int left = groups - place.first * GROUPS;  // groups up to the edge
-      auto copy_weights = [&](int stage) {
+      int stage = 0, phase = 0;
+      for (int i = 0; i < count; ++i) {
+        barrier_wait(shared_address(&empty[stage]), phase ^ 1);
         const u32 barrier = shared_address(&full[stage]), to = first + stage * (WARPGROUPS * W_BYTES);
         barrier_expect(barrier, W_BYTES);
         auto copy = [&](int at, int count) {
-          copy_bytes(to + at * A_BYTES, codes, count * A_BYTES, barrier, once);
-          copy_bytes(to + E_FIRST + at * E_BYTES, places, count * E_BYTES, barrier, once);
-          copy_bytes(to + S_FIRST + at * S_BYTES, scales, count * S_BYTES, barrier, once);
+          copy_bytes(to + at * A_BYTES, codes, count * A_BYTES, barrier, policy);
+          copy_bytes(to + E_FIRST + at * E_BYTES, places, count * E_BYTES, barrier, policy);
+          copy_bytes(to + S_FIRST + at * S_BYTES, scales, count * S_BYTES, barrier, policy);
         };
         if (left >= GROUPS) {
           copy(0, GROUPS);
@@ -108,22 +125,6 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
           for (int at = left; at < GROUPS; ++at) copy(at, 1);  // beyond the edge x is zero: any weights will do
         }
         codes += GROUPS * A_BYTES, places += GROUPS * E_BYTES, scales += GROUPS * S_BYTES, left -= GROUPS;
-      };
-      const int ahead = min(STAGES, count);
-      for (int i = 0; i < ahead; ++i) copy_weights(i);
-      if (w == 0) asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the work of the kernel before
-      int stage = 0, phase = 0;
-      for (int i = 0; i < count; ++i) {
-        if (i >= ahead) {
-          barrier_wait(shared_address(&empty[stage]), phase ^ 1);
-          copy_weights(stage);
-        }
-        if (w == 0) {
-          const u32 barrier = shared_address(&x_full[stage]);
-          barrier_expect(barrier, B_BYTES);
-          copy_slices(shared_address(shared) + stage * B_BYTES, &x, place.first_token, (place.first + i) * (STEP / 64),
-                      barrier, often);
-        }
         if (++stage == STAGES) stage = 0, phase ^= 1;
       }
     }
@@ -135,117 +136,78 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
     return;
   }
 
-  float sum[ACCUMULATORS], part_0[ACCUMULATORS], part_1[ACCUMULATORS];
-  Group group_0 = {}, group_1 = {};
+  float sum[ACCUMULATORS];
+  Group ready[2] = {};
 #pragma unroll
-  for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = part_0[j] = part_1[j] = 0.f;
+  for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0.f;
 
   const int thread = threadIdx.x % 128, team = threadIdx.x / CONSUMERS, warpgroup = warp / 4 % WARPGROUPS;
-  // The numbers and positions of group g of a tile.
-  auto convert = [&](const char* mine, int g, Group& to) {
-    const uint4 codes = *(const uint4*)(mine + g * A_BYTES + 16 * thread);
-    const uint2 places = *(const uint2*)(mine + E_FIRST + g * E_BYTES + 8 * thread);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      to.weights[0][i] = four_bit_pair(codes.x, i);
-      to.weights[1][i] = four_bit_pair(codes.y, i);
-      to.weights[2][i] = four_bit_pair(codes.z, i);
-      to.weights[3][i] = four_bit_pair(codes.w, i);
-    }
-    to.places[0] = places.x, to.places[1] = places.y;
+  const u32 mine = shared_address(weights) + warpgroup * W_BYTES;
+  const u32 my_codes = mine + 16 * thread, my_places = mine + E_FIRST + 8 * thread;
+  const u32 my_scales = mine + S_FIRST + (warp % 4 * 8 + lane / 4) * 4;
+  u32 codes[4], both_scales;  // of a group
+  auto load = [&](int offset, int g) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(codes[0]), "=r"(codes[1]), "=r"(codes[2]), "=r"(codes[3])
+                 : "r"(my_codes + offset + g * A_BYTES));
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(both_scales) : "r"(my_scales + offset + g * S_BYTES));
   };
-  // Start the products of a group, or of two that do not wait for each other.
-  auto start = [&](u64 tile, int g, Group& of, float(&part)[ACCUMULATORS]) {
-    const u64 b = tile + 2 * g * (B_BOX >> 4);
+  // The numbers that they stand for. Positions are read here and not before: their registers are those that products read,
+  // and until now products that read `to` were running.
+  auto convert = [&](int offset, int g, Group& to) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(to.places[0]), "=r"(to.places[1])
+                 : "r"(my_places + offset + g * E_BYTES));
+    const Scales scales(both_scales);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) four_bit_numbers(to.weights[p], codes[p], scales);
+  };
+  // Start the products of a group.
+  auto start = [&](u64 b, Group& of) {
     of.hold();
-    hold(part);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    WGMMA(part, of.weights[0], b, of.places[0], 0, 0);
-    WGMMA(part, of.weights[1], b + 4, of.places[0], 1, 1);
-    WGMMA(part, of.weights[2], b + (B_BOX >> 4), of.places[1], 0, 1);
-    WGMMA(part, of.weights[3], b + (B_BOX >> 4) + 4, of.places[1], 1, 1);
+    WGMMA(sum, of.weights[0], b, of.places[0], 0, 1);
+    WGMMA(sum, of.weights[1], b + 4, of.places[0], 1, 1);
+    WGMMA(sum, of.weights[2], b + (B_BOX >> 4), of.places[1], 0, 1);
+    WGMMA(sum, of.weights[3], b + (B_BOX >> 4) + 4, of.places[1], 1, 1);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   };
-  auto start_two = [&](u64 tile, int g) {
-    group_0.hold();
-    group_1.hold();
-    hold(part_0);
-    hold(part_1);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    const u64 b = tile + 2 * g * (B_BOX >> 4), c = b + 2 * (B_BOX >> 4);
-    WGMMA(part_0, group_0.weights[0], b, group_0.places[0], 0, 0);
-    WGMMA(part_1, group_1.weights[0], c, group_1.places[0], 0, 0);
-    WGMMA(part_0, group_0.weights[1], b + 4, group_0.places[0], 1, 1);
-    WGMMA(part_1, group_1.weights[1], c + 4, group_1.places[0], 1, 1);
-    WGMMA(part_0, group_0.weights[2], b + (B_BOX >> 4), group_0.places[1], 0, 1);
-    WGMMA(part_1, group_1.weights[2], c + (B_BOX >> 4), group_1.places[1], 0, 1);
-    WGMMA(part_0, group_0.weights[3], b + (B_BOX >> 4) + 4, group_0.places[1], 1, 1);
-    WGMMA(part_1, group_1.weights[3], c + (B_BOX >> 4) + 4, group_1.places[1], 1, 1);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  };
-  auto add = [&](float(&part)[ACCUMULATORS], u32 scales) {
-    const float low = from_16_bit((u16)scales), high = from_16_bit((u16)(scales >> 16));
-#pragma unroll
-    for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = fmaf(part[j], j % 4 < 2 ? low : high, sum[j]);
+  auto release = [&](u64* barrier) {  // a tile that this warp no longer needs
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(barrier));
   };
 
-  int stage = team, phase = 0;
+  int stage = team, phase = 0, x_stage = team, x_phase = 0;
   for (int i = team; i < count; i += TEAMS) {
+    const int offset = stage * (WARPGROUPS * W_BYTES);
     barrier_wait(shared_address(&full[stage]), phase);
+    load(offset, 0);
     // The same in all lanes, and the compiler is told: descriptors are then made where one instruction is enough.
-    const u64 tile = full_descriptor(__shfl_sync(0xffffffff, low_word(shared_address(shared) + stage * B_BYTES), 0));
-    const char* mine = weights + (stage * WARPGROUPS + warpgroup) * W_BYTES;
-    u32 scales[GROUPS];
+    const u64 tile = full_descriptor(__shfl_sync(0xffffffff, low_word(shared_address(shared) + x_stage * B_BYTES), 0));
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
-      scales[g] = *(const u32*)(mine + S_FIRST + g * S_BYTES + (warp % 4 * 8 + lane / 4) * 4);
-    convert(mine, 0, group_0);
-    if constexpr (PAIRS) convert(mine, 1, group_1);
-    barrier_wait(shared_address(&x_full[stage]), phase);
-    if constexpr (PAIRS) {
-#pragma unroll
-      for (int g = 0; g < GROUPS; g += 2) {
-        if (g) {
-          convert(mine, g, group_0);
-          convert(mine, g + 1, group_1);
-        }
-        start_two(tile, g);
+    for (int g = 0; g < GROUPS; ++g) {
+      if (!AHEAD && g) load(offset, g);
+      convert(offset, g, ready[g % 2]);
+      if (AHEAD && g + 1 < GROUPS) load(offset, g + 1);
+      if (g == 0) barrier_wait(shared_address(&x_full[x_stage]), x_phase);
+      start(tile + 2 * g * (B_BOX >> 4), ready[g % 2]);
+      if (g + 1 == GROUPS) {
+        release(&empty[stage]);  // all of it is in registers
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        group_0.hold();
-        group_1.hold();
-        hold(part_0);
-        hold(part_1);
-        add(part_0, scales[g]);
-        add(part_1, scales[g + 1]);
+      } else {
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
       }
-    } else {
-      start(tile, 0, group_0, part_0);
-#pragma unroll
-      for (int g = 1; g <= GROUPS; ++g) {
-        if (g == GROUPS) {
-          asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        } else {
-          convert(mine, g, g % 2 ? group_1 : group_0);
-          if (g % 2) start(tile, g, group_1, part_1);
-          else start(tile, g, group_0, part_0);
-          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        }
-        if (g % 2) {
-          group_0.hold();
-          hold(part_0);
-          add(part_0, scales[g - 1]);
-        } else {
-          group_1.hold();
-          hold(part_1);
-          add(part_1, scales[g - 1]);
-        }
-      }
+      ready[1 - g % 2].hold();  // in use until now
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&empty[stage]));
-    stage += TEAMS;
+    ready[1].hold();
+    release(&x_empty[x_stage]);
+    stage += TEAMS, x_stage += TEAMS;
     if (stage >= STAGES) stage -= STAGES, phase ^= 1;
+    if (x_stage >= X_STAGES) x_stage -= X_STAGES, x_phase ^= 1;
   }
+  hold(sum);
+#pragma unroll
+  for (int j = 0; j < ACCUMULATORS; ++j) sum[j] *= Scales::LARGER;
 
 #if TEAMS > 1
   // The others hand their sums to the first team, in the place of the tiles, and it adds them in a fixed order.
