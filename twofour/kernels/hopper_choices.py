@@ -75,9 +75,9 @@ def _fit4(
 def guess4(rows: int, tokens: int, processors: int = 132, gated: bool = False) -> Decode4:
     """A good configuration for a shape that was not measured, after those that were (benchmarks/LOG.md).
 
-    Many rows come in blocks of two warpgroups, which read x less often, and half the memory for a block leaves
-    room for the next kernel's first ones. Few rows are for two or three teams, and if they are fewer than
-    multiprocessors, several blocks share the columns.
+    Many rows come in blocks of two warpgroups, which read x less often, and half the memory for a block
+    leaves room for the next kernel's first ones. Few rows are for two or three teams, and if they are fewer
+    than multiprocessors, several blocks share the columns.
     """
     units, step, resident = -(-rows // 64), 512, 2
     if units >= 3 * processors:
