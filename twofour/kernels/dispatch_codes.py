@@ -3,7 +3,8 @@
     codes     schemes that round activations, on Hopper: every token becomes codes of 8 bits in one kernel
               (token_codes.py), then codes are multiplied with codes (hopper.Decode8, hopper.Prefill8)
     decode4   few tokens times weights of 4 bits, on Hopper: codes times scales become 16-bit numbers in the
-              registers that the tensor cores read (hopper.Decode4). They must lie in threads' order (streamed.py)
+              registers that the tensor cores read (hopper.Decode4). They must lie in threads' order
+              (streamed.py)
     decode    few tokens otherwise: the weight's codes become 16-bit numbers on the way to the tensor cores
               (quantized_decode.py). Activations stay in 16 bits, also where the scheme would round them:
               without a product of codes that would save nothing
