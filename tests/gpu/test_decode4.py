@@ -213,6 +213,7 @@ def test_the_largest_codes_and_scales_of_float16(room):
     x = x.to(FP16)
     exact = x.double() @ packed.unpack(torch.float64).t()
     fits, too_large = exact.abs() < 65400, exact.abs() > 65600
+    assert bool(too_large.any())
     assert bool(fits[0::2].any())
     for config in candidates(room, FP16):
         y = product(x, packed, config).double()

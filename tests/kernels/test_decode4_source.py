@@ -23,11 +23,6 @@ def registers_allowed(config: hopper.Decode4) -> int:
     return min(16384 // (-(-warps // 4) * 32) // 8 * 8, 255)
 
 
-def candidate(tokens: int, warpgroups: int, split: int, step: int, teams: int) -> hopper.Decode4:
-    of = (warpgroups, split, step, teams)
-    return next(c for c in hopper_choices.configs4(tokens) if (c.warpgroups, c.split, c.step, c.teams) == of)
-
-
 #: Each that compiles to something else: how many tiles are in flight changes nothing but numbers.
 COMPILED = [
     (config, dtype, activation)
