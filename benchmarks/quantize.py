@@ -3,7 +3,8 @@
 Usage: python benchmarks/quantize.py MODEL CALIBRATION EVALUATION [options]; --help has them.
 
 MODEL is a directory, or a .gguf file, whose weights had fewer bits already: rows then say so. It is pruned
-once by each of `--methods` and kept as it is stored, in its own 16-bit type. Every row quantizes that,
+once by each of `--methods` and kept as it is stored, in its own 16-bit type. Every row quantizes that, on
+other windows of the same text (the next seed), as `twofour quantize` does by default,
 through files as `twofour quantize` does, loads the result with from_pretrained and scores it; the joint
 rows start from MODEL itself, as `twofour prune --scheme` does, so their masks are their own. Calibration
 and evaluation are those of benchmarks/oneshot.py, scored in float32 on `--device`; the work itself takes a
@@ -89,7 +90,7 @@ TRAINED: tuple[tuple[str, int | None, Rounding, str], ...] = (
 
 SAME = (
     *("model", "method", "scheme", "group", "rounding", "smooth", "tune", "teacher", "recovered"),
-    *("calibration", "evaluation", "device"),
+    *("calibration", "rounded_on", "evaluation", "device"),
 )
 
 
@@ -138,7 +139,10 @@ def run(given: argparse.Namespace, work: Path) -> None:
             from_gguf(given.model, source)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     scored = windows_of(tokenizer, given.evaluation, given.context, given.windows)
-    calibration = CalibrationOptions(given.calibration, given.samples, given.seqlen, given.seed)
+    calibration, others = (
+        CalibrationOptions(given.calibration, given.samples, given.seqlen, seed)
+        for seed in (given.seed, given.seed + 1)
+    )
     device = torch.device(given.device)
     named = {
         "model": given.name or given.model.resolve().stem,
@@ -146,6 +150,7 @@ def run(given: argparse.Namespace, work: Path) -> None:
     }
     about = {
         "calibration": f"{given.samples}x{given.seqlen} of {given.calibration.name}, seed {given.seed}",
+        "rounded_on": f"seed {given.seed + 1}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "twofour": twofour.__version__,
@@ -177,7 +182,7 @@ def run(given: argparse.Namespace, work: Path) -> None:
         """Make it, unless it is there, prove 2:4, and say how large it is and how long it took."""
         start = time.perf_counter()
         # Nearest without text: what there is for those who have none.
-        text = None if options.rounding == "nearest" and not options.smooth else calibration
+        text = None if options.rounding == "nearest" and not options.smooth else others
         if not out.exists():
             quantize_checkpoint(source, out, options, calibration=text)
         seconds = time.perf_counter() - start

@@ -104,3 +104,27 @@ def test_the_dense_model_is_named_where_it_would_help(dense, text, tmp_path, two
     record["steps"].append({"verb": "recover", "options": {}})
     (pruned / "twofour.json").write_text(json.dumps(record))
     assert words not in twofour("quantize", pruned, tmp_path / "d", *how).err
+
+
+def test_windows_that_pruning_was_tuned_on_are_not_taken_unless_asked_for(dense, text, tmp_path, twofour):
+    """By default others are; who asks for the same is told."""
+    pruned = tmp_path / "own"
+    calib = ("--calib", text, "--samples", 8, "--seqlen", 16)
+    assert twofour("prune", dense, pruned, *calib).status == 0
+    how, words = ("--scheme", "int4", *calib), "Pruning was tuned on these windows"
+    ran = twofour("quantize", pruned, tmp_path / "a", *how)
+    assert ran.status == 0, ran.err
+    assert words not in ran.err
+    taken, asked = (
+        json.loads((d / "twofour.json").read_text())["steps"][-1]["options"] for d in (pruned, tmp_path / "a")
+    )
+    assert (taken["method"], taken["seed"], asked["seed"]) == ("best", 0, 1)
+    assert words in twofour("quantize", pruned, tmp_path / "b", *how, "--seed", 0).err
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text())
+    assert (
+        words
+        not in twofour(
+            "quantize", pruned, tmp_path / "c", "--calib", other, *how[4:], "--scheme", "int4", "--seed", 0
+        ).err
+    )

@@ -121,6 +121,7 @@ def quantize_(
 
     `windows` [samples, length] are tokens of calibration text: with them errors are compensated, as 4 bits
     need it, int8 is smoothed (see `QuantizeOptions`), and with `tune` each block is tuned as a whole as well.
+    Take others than `prune_` had: what `best` was tuned on, it knows by heart.
     With a `teacher`, the dense model, what is left comes as near to that as it can (not for a model by
     `best`, which is near to it already: layers fitted once more would lose that). `rounding="joint"` takes
     a dense model and prunes it on the way. Experts that are stored as one tensor are
