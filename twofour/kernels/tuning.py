@@ -34,10 +34,11 @@ def known(product: str, device: int) -> list[dict[str, Any]]:
 
 def remember(product: str, device: int, choices: list[dict[str, Any]]) -> None:
     """Keep what was measured, for this process and later ones."""
-    _own(device)[product] = choices
     path = own_path(device)
-    # Read again: another process may have added to it. Two that rename at the same moment lose a row at most.
-    table = {**_read(path), product: choices}
+    _own(device)[product] = _written(path)[product] = choices
+    # Read again: another process may have added to it. Two that rename at the same moment lose the rows of
+    # one, until that one writes again.
+    table = {**_read(path), **_written(path)}
     partial = path.with_suffix(f".{os.getpid()}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial.write_text(json.dumps(table, indent=1))
@@ -76,6 +77,12 @@ def _driver() -> str:
         return "driver" + Path("/proc/driver/nvidia/version").read_text().split("Module")[1].split()[0]
     except (OSError, IndexError):
         return "driver-unknown"
+
+
+@cache
+def _written(path: Path) -> Table:
+    """What this process has put there."""
+    return {}
 
 
 @cache
