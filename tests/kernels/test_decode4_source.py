@@ -42,7 +42,7 @@ COMPILED = [
 @nvcc
 @pytest.mark.parametrize("part", range(6))
 def test_products_run_side_by_side_and_nothing_is_spilled(part, tmp_path):
-    """A sixth of them: they take a second each."""
+    """Every fourth, in six parts: they take a second each."""
     for config, dtype, activation in COMPILED[part :: 6 * EVERY]:
         _compile(config, dtype, activation, tmp_path)
 

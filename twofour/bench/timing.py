@@ -127,7 +127,7 @@ def balanced_orders(count: int) -> list[list[int]]:
 @contextmanager
 def many_graphs() -> Iterator[None]:
     """Where hundreds of graphs are captured: torch collects garbage before each, and looks at every object of
-    the process for that, a tenth of a second each time. What is there already is left out of it."""
+    the process for that. What is there already is left out of it."""
     gc.collect()
     gc.freeze()
     try:
