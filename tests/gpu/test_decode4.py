@@ -36,7 +36,7 @@ def candidates(room, dtype=BF16):
     """
     every = hopper_choices.configs4(room)
     first, last = (
-        {(c.warpgroups, c.teams, c.split, c.step): c for c in some} for some in (every[::-1], every)
+        {(c.warpgroups, c.blocks, c.teams, c.split, c.step): c for c in some} for some in (every[::-1], every)
     )
     found = list(dict.fromkeys([*first.values(), *last.values()]))
     return found if dtype == BF16 else found[::5]

@@ -6,6 +6,7 @@ once, address by address. Sums are exact, so a product with the weight as it is 
 """
 
 import ctypes
+import itertools
 
 import pytest
 import torch
@@ -28,23 +29,31 @@ constexpr int A_BYTES = 64 * 128 / 4, E_BYTES = 64 * 128 / 8, S_BYTES = 64 * 2;
 constexpr int E_FIRST = GROUPS * A_BYTES, S_FIRST = E_FIRST + GROUPS * E_BYTES;
 constexpr int W_BYTES = S_FIRST + GROUPS * S_BYTES;
 char* weights = shared + X_STAGES * B_BYTES;
-const int block = w % 2 * (n / 64) + min(place.block * (WARPGROUPS / 2) + w / 2, n / 64 - 1);
-const int block = min(place.block * WARPGROUPS + w, n / 64 - 1);
+constexpr int TALL = (HEIGHT + WARPGROUPS - 1) / WARPGROUPS;
+constexpr int W_COPIERS = TALL > 1 && WARPGROUPS > 3 ? WARPGROUPS / 2 : WARPGROUPS;
+constexpr int COPIED = (HEIGHT + W_COPIERS - 1) / W_COPIERS;
+const int number = w + t * W_COPIERS;
+const int beside = TALL > 1 ? number / WARPGROUPS : number % 2;
+const int pair = TALL > 1 ? number % WARPGROUPS : number / 2;
+const int block = beside * (n / 64) + min(place.block * (HEIGHT / 2) + pair, n / 64 - 1);
+const int block = min(place.block * HEIGHT + number, n / 64 - 1);
+const int copied = w + (COPIED - 1) * W_COPIERS < HEIGHT ? COPIED : COPIED - 1;
 const int w = warp - MULTIPLIERS / 32;
 const u32 first = shared_address(weights) + w * W_BYTES;
 const long long from = (long long)block * groups + place.first * GROUPS;
-const char *codes = values + from * A_BYTES, *places = positions + from * E_BYTES;
-const char* scales = scale + from * S_BYTES;
+codes[t] = values + from * A_BYTES, places[t] = positions + from * E_BYTES;
+scales[t] = scale + from * S_BYTES;
 int left = groups - place.first * GROUPS;
-const u32 barrier = shared_address(&full[stage]), to = first + stage * (WARPGROUPS * W_BYTES);
-barrier_expect(barrier, W_BYTES);
-copy_bytes(to + at * A_BYTES, codes, count * A_BYTES, barrier, policy);
-copy_bytes(to + E_FIRST + at * E_BYTES, places, count * E_BYTES, barrier, policy);
-copy_bytes(to + S_FIRST + at * S_BYTES, scales, count * S_BYTES, barrier, policy);
+barrier_expect(barrier, copied * W_BYTES);
+const u32 to = first + (stage * HEIGHT + t * W_COPIERS) * W_BYTES;
+copy_bytes(to + at * A_BYTES, codes[t], count * A_BYTES, barrier, policy);
+copy_bytes(to + E_FIRST + at * E_BYTES, places[t], count * E_BYTES, barrier, policy);
+copy_bytes(to + S_FIRST + at * S_BYTES, scales[t], count * S_BYTES, barrier, policy);
 copy(0, GROUPS);
 copy(0, left);
 for (int at = left; at < GROUPS; ++at) copy(at, 1);
-codes += GROUPS * A_BYTES, places += GROUPS * E_BYTES, scales += GROUPS * S_BYTES, left -= GROUPS;
+codes[t] += GROUPS * A_BYTES, places[t] += GROUPS * E_BYTES, scales[t] += GROUPS * S_BYTES;
+left -= GROUPS;
 barrier_expect(barrier, B_BYTES);
 if (++stage == STAGES) stage = 0, phase ^= 1;
 if (++stage == X_STAGES) stage = 0, phase ^= 1;
@@ -60,13 +69,20 @@ WGMMA(sum, of.weights[1], b + 4, of.places[0], 1, 1);
 WGMMA(sum, of.weights[2], b + (B_BOX >> 4), of.places[1], 0, 1);
 WGMMA(sum, of.weights[3], b + (B_BOX >> 4) + 4, of.places[1], 1, 1);
 for (int i = team; i < count; i += TEAMS) {
-const int offset = stage * (WARPGROUPS * W_BYTES);
-start(tile + 2 * g * (B_BOX >> 4), ready[g % 2]);
-for (int j = 0; j < ACCUMULATORS; ++j) sum[j] *= Scales::LARGER;
+const int offset = stage * (HEIGHT * W_BYTES);
+auto next = [&](int q) { load(offset + q % TILES * (WARPGROUPS * W_BYTES), q / TILES); };
+const int g = q / TILES, t = q % TILES;
+convert(offset + t * (WARPGROUPS * W_BYTES), g, ready[q % 2]);
+start(tile + 2 * g * (B_BOX >> 4), ready[q % 2], sum + t * ACCUMULATORS);
+if (HEIGHT % WARPGROUPS == 0 || warpgroup < HEIGHT % WARPGROUPS) {
+for (int j = 0; j < SUMS; ++j) sum[j] *= Scales::LARGER;
 return first_token + 8 * (j / 4) + 2 * (threadIdx.x % 4) + j % 2;
+const int beside = 64 * (group + t * WARPGROUPS), at = block * ROWS + beside + 16 * (warp % 4) + lane / 4;
 const int at = place.block * (ROWS / 2) + 64 * (warp / 8) + 16 * (warp % 4) + lane / 4;
+const int at = place.block * (ROWS / 2) + 64 * warpgroup + 16 * (warp % 4) + lane / 4;
+const float beside = sum[ACCUMULATORS + j] + (bias ? from_16_bit(bias[n + here]) : 0.f);
 const int j = place.rank * SHARE + i, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
-const int j = rank * SHARE + i, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
+const int j = rank * SHARE + i - t * ACCUMULATORS, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
 const u32 later = word >> 8;
 out[1] = two(and_xor(word, 0x00F000F0, 0x00800080), scales.second, scales.second_less);
 out[2] = two(and_xor(later, 0x000F000F, 0x00080008), scales.first, scales.first_less);
@@ -125,11 +141,12 @@ class Kernel:
         address = number(4, ctypes.c_uint64)
         bias = self.bytes_at(address, 2 * self.rows_of_w) if address else None
         self.bias = None if bias is None else bias.view(dtype).double()
-        self.rows, self.consumers = 64 * config.warpgroups, 128 * config.warpgroups
+        self.rows, self.consumers = 64 * config.height, 128 * config.warpgroups
+        self.copiers = 2 if config.warpgroups > 3 and config.tall > 1 else config.warpgroups
         self.b_box = config.tokens * 128
         self.b_bytes, self.w_bytes = self.b_box * (config.step // 64), self.groups_here * sum(BYTES.values())
         self.weights = SHARED + config.x_stages * self.b_bytes
-        self.share = config.tokens // 2 // config.split
+        self.share = config.tall * config.tokens // 2 // config.split
         self.memory = torch.full((SHARED + config.shared_bytes - 1024,), 0xAB, dtype=torch.uint8)
         thread = torch.arange(self.consumers)
         self.warp, self.lane, self.thread = thread // 32, thread % 32, thread % 128
@@ -142,14 +159,18 @@ class Kernel:
     def copy(self, i: int, step: int, block: int, first_token: int) -> None:
         config, half = self.config, self.n // 64
         now = min(self.groups_here, self.groups - step * self.groups_here)
-        for w in range(config.warpgroups):
+        each = range(0, config.height, self.copiers)
+        for number in [w + t for w in range(self.copiers) for t in each if w + t < config.height]:
             come = 0
             if self.activation:
-                of = w % 2 * half + min(block * (config.warpgroups // 2) + w // 2, half - 1)
+                beside, pair = (
+                    divmod(number, config.warpgroups) if config.tall > 1 else (number % 2, number // 2)
+                )
+                of = beside * half + min(block * (config.height // 2) + pair, half - 1)
             else:
-                of = min(block * config.warpgroups + w, half - 1)
+                of = min(block * config.height + number, half - 1)
             first = of * self.groups + step * self.groups_here
-            to = self.weights + (i % config.stages * config.warpgroups + w) * self.w_bytes
+            to = self.weights + (i % config.stages * config.height + number) * self.w_bytes
             area = self.memory[to : to + self.w_bytes]
             for name, size in BYTES.items():
                 assert to % 16 == 0
@@ -157,7 +178,7 @@ class Kernel:
                 again = pieces[:1].expand(self.groups_here - now, -1)  # beyond the edge x is zero
                 self.memory[to : to + self.groups_here * size] = torch.cat([pieces, again]).flatten()
                 to, come = to + self.groups_here * size, come + self.groups_here * size
-            assert come == self.w_bytes  # what each copying warp says will come
+            assert come == self.w_bytes  # what a copying warp says will come, for each that it copies
             if self.fault:
                 self.fault(area)
         tile = SHARED + i % config.x_stages * self.b_bytes
@@ -175,11 +196,13 @@ class Kernel:
             assert len(words) == len({word % 32 for word in words}), "bank conflict"
         return self.memory[at[:, None] + torch.arange(size)].contiguous()
 
-    def products(self, i: int, g: int) -> Tensor:
-        """[thread, sum]: those of group g of a tile."""
+    def products(self, i: int, g: int, t: int) -> Tensor:
+        """[thread, sum]: those of group g of a tile, of each warpgroup's set of rows number t."""
         config = self.config
-        mine = i % config.stages * config.warpgroups + self.warp // 4
+        mine = i % config.stages * config.height + self.warp // 4 + t * config.warpgroups
         mine = self.weights + mine * self.w_bytes
+        there = self.warp // 4 + t * config.warpgroups < config.height
+        mine = mine.where(there, mine[0])  # which has no such rows: its sums are left out below
         words = self.loaded(mine + g * 2048 + 16 * self.thread, 16).view(torch.int32).long() & 0xFFFFFFFF
         places = self.groups_here * 2048 + g * 1024 + 8 * self.thread
         places = self.loaded(mine + places, 8).view(torch.int32).long() & 0xFFFFFFFF
@@ -194,19 +217,20 @@ class Kernel:
             full = b + onward | (1024 >> 4) << 32 | 1 << 62
             of_warps = (weights.view(-1, 32, 4), full, places[:, p // 2].reshape(-1, 32), p % 2)
             total += wgmma_sp(self.memory, *of_warps, config.tokens, self.dtype).view_as(total)
-        return total
+        return total.where(there[:, None], 0)
 
     def sums(self, rank: int, block: int, first_token: int) -> Tensor:
         """[thread, sum] of one block of a cluster."""
         config = self.config
         first = self.steps * rank // config.split
         count = self.steps * (rank + 1) // config.split - first
-        teams = torch.zeros(config.teams, self.consumers, config.tokens // 2, dtype=torch.float64)
+        size = (config.teams, self.consumers, config.tall, config.tokens // 2)
+        teams = torch.zeros(size, dtype=torch.float64)
         for i in range(count):
             self.copy(i, first + i, block, first_token)
-            for g in range(self.groups_here):
-                teams[i % config.teams] += self.products(i, g)
-        return teams.sum(0) * LARGER[self.dtype]
+            for g, t in itertools.product(range(self.groups_here), range(config.tall)):
+                teams[i % config.teams, :, t] += self.products(i, g, t)
+        return teams.sum(0).flatten(1) * LARGER[self.dtype]
 
     def run(self, grid: int) -> None:
         config, split = self.config, self.config.split
@@ -221,12 +245,23 @@ class Kernel:
                 self.finish(total[:, rank * self.share : (rank + 1) * self.share], rank, block, first_token)
 
     def finish(self, sums: Tensor, rank: int, block: int, first_token: int) -> None:
-        warpgroup, warp = self.warp // 4, self.warp % 4
+        warpgroup, warp, room = self.warp // 4, self.warp % 4, self.config.tokens // 2
+        tall = self.config.tall
         for i in range(self.share):
-            j = rank * self.share + i
+            t, j = divmod(rank * self.share + i, room)
             token = first_token + 8 * (j // 4) + 2 * (self.lane % 4) + j % 2
             eight = 0 if j % 4 < 2 else 8
-            if self.activation:
+            if self.activation and tall > 1:
+                if t:
+                    continue  # used with its gate
+                at = block * (self.rows // 2) + 64 * warpgroup + 16 * warp + self.lane // 4 + eight
+                there = (token < self.tokens) & (at < self.n)
+                token, at = token[there], at[there]
+                both = [sums[there, i], sums[there, room + i]]
+                if self.bias is not None:
+                    both = [both[0] + self.bias[at], both[1] + self.bias[self.n + at]]
+                out = reference.gate(torch.cat(both)[None], self.activation)[0]
+            elif self.activation:
                 at = block * (self.rows // 2) + 64 * (warpgroup // 2) + 16 * warp + self.lane // 4 + eight
                 with_bias = sums[:, i]
                 if self.bias is not None:
@@ -237,8 +272,9 @@ class Kernel:
                 there = (token[owner] < self.tokens) & (at[owner] < self.n)
                 token, at, out = token[owner][there], at[owner][there], out[there]
             else:
-                at = block * self.rows + 64 * warpgroup + 16 * warp + self.lane // 4 + eight
-                there = (token < self.tokens) & (at < self.n)
+                beside = 64 * (warpgroup + t * self.config.warpgroups)
+                at = block * self.rows + beside + 16 * warp + self.lane // 4 + eight
+                there = (token < self.tokens) & (at < self.n) & (beside < self.rows)
                 token, at = token[there], at[there]
                 out = sums[there, i] + (0 if self.bias is None else self.bias[at])
             assert bool(self.y[token, at].isnan().all()), "written twice"
@@ -304,6 +340,18 @@ def product(
         (Decode4(8, 2, 1, 256, 2), 64, 384, 8, "silu"),
         (Decode4(16, 2, 4, 512, 2, teams=2, x_stages=4), 192, 1152, 9, "gelu"),
         (Decode4(8, 4, 2, 256, 2), 192, 384, 3, "silu"),
+        (
+            Decode4(8, 2, 1, 256, 2, blocks=3),
+            448,
+            384,
+            3,
+            None,
+        ),  # a warpgroup with twice the rows of the other
+        (Decode4(16, 2, 1, 512, 2, blocks=4), 512, 640, 16, None),
+        (Decode4(8, 4, 1, 256, 2, blocks=7), 512, 256, 8, None),  # two copying warps for four warpgroups
+        (Decode4(8, 1, 2, 256, 2, blocks=2), 192, 384, 5, None),
+        (Decode4(8, 2, 1, 256, 2, blocks=4), 192, 384, 8, "silu"),
+        (Decode4(8, 4, 1, 256, 2, blocks=8), 320, 256, 3, "gelu"),
     ],
 )
 def test_emulated_kernel_multiplies(config, n, k, tokens, activation, dtype, monkeypatch):

@@ -165,6 +165,18 @@ def test_another_kernel_starts_a_new_table(tmp_path, monkeypatch):
     assert before not in seen
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Sat Aug  1 12:00:00 UTC 2026",
+    ],
+)
+def test_the_version_of_the_driver_is_in_the_name_of_the_table(said, monkeypatch):
+    monkeypatch.setattr(tuning.Path, "read_text", lambda path: said)
+    assert tuning._driver() == "driver580.159.04"
+
+
 def test_positions_that_were_just_put_into_rows_are_not_asked_for_early(monkeypatch):
     asked = {}
     monkeypatch.setattr(ampere, "Launches", lambda *given: asked.update({given[-1]: given}))

@@ -48,8 +48,18 @@ class Decode:
     value_bytes: ClassVar[int] = 128  # of a row, that one copy fetches
 
     @property
+    def height(self) -> int:
+        """Blocks of 64 rows that a block of threads has."""
+        return self.warpgroups
+
+    @property
+    def tall(self) -> int:
+        """Those that a warpgroup has, at most."""
+        return -(-self.height // self.warpgroups)
+
+    @property
     def shared_bytes(self) -> int:
-        sums = 64 * self.warpgroups * self.tokens * 4 if self.split > 1 else 0
+        sums = 64 * self.warpgroups * self.tall * self.tokens * 4 if self.split > 1 else 0
         return self.stages * self.stage_bytes + sums + 1024  # alignment
 
     @property
@@ -86,7 +96,7 @@ class Decode:
         return self.step // 8
 
     def row_units(self, rows: int) -> int:
-        return -(-rows // (64 * self.warpgroups))
+        return -(-rows // (64 * self.height))
 
     def share_out(self, units: int, steps: int, resident: int) -> Shares:
         return Shares(units * self.split)
@@ -114,14 +124,19 @@ class Decode4(Decode):
 
     teams: int = 1
     x_stages: int = 2
+    blocks: int = 0  # of 64 rows; 0: one for each warpgroup
 
     kernel: ClassVar[str] = "decode4"
     source: ClassVar[str] = "decode4"
 
     @property
+    def height(self) -> int:
+        return self.blocks or self.warpgroups
+
+    @property
     def stage_bytes(self) -> int:
         """Codes, positions and scales of 64 rows and 128 columns are 3200."""
-        return 3200 * self.warpgroups * (self.step // 128)
+        return 3200 * self.height * (self.step // 128)
 
     @property
     def shared_bytes(self) -> int:
@@ -129,12 +144,13 @@ class Decode4(Decode):
 
     @property
     def threads(self) -> int:
-        """A copying warp for every warpgroup of a team, and one for x."""
-        return 128 * self.warpgroups * self.teams + 32 * self.warpgroups + 32
+        """A copying warp for every warpgroup of a team, or for two, and one for x."""
+        copying = 2 if self.warpgroups > 3 and self.tall > 1 else self.warpgroups
+        return 128 * self.warpgroups * self.teams + 32 * copying + 32
 
     @property
     def registers(self) -> int:
-        return 64 + self.tokens // 2
+        return 64 + self.tall * self.tokens // 2
 
     @property
     def resident(self) -> int:
@@ -146,8 +162,9 @@ class Decode4(Decode):
 
     @property
     def gates(self) -> bool:
-        """Every second warpgroup has rows of the matrix beside the gate."""
-        return self.warpgroups % 2 == 0
+        """Every second warpgroup has rows of the matrix beside the gate, or each has both."""
+        in_one = self.height == 2 * self.warpgroups and self.split == 1
+        return in_one or (self.tall == 1 and self.warpgroups % 2 == 0)
 
 
 @dataclass(frozen=True)

@@ -56,14 +56,29 @@ def configs4(tokens: int) -> list[Decode4]:
             (4, 3, 2, 1), shapes, (1, 2, 4), (256, 512), (2, 3, 4)
         )
     ]
+    found += [
+        _fit4(room, warpgroups, 1, step, 1, x_stages, 1, blocks)
+        for (warpgroups, blocks), step, x_stages in itertools.product(_TALL, (256, 512), (2, 3, 4))
+    ]
     return [c for c in dict.fromkeys(found) if c is not None]
 
 
+#: Warpgroups, and more blocks of 64 rows than these.
+_TALL = ((2, 4), (4, 6), (4, 7), (4, 8))
+
+
 def _fit4(
-    room: int, warpgroups: int, split: int, step: int, teams: int, x_stages: int, resident: int
+    room: int,
+    warpgroups: int,
+    split: int,
+    step: int,
+    teams: int,
+    x_stages: int,
+    resident: int,
+    blocks: int = 0,
 ) -> Decode4 | None:
     """With as many tiles of the weight in flight as there is memory for. None if nothing fits."""
-    one = Decode4(room, warpgroups, split, step, 1, teams=teams, x_stages=x_stages)
+    one = Decode4(room, warpgroups, split, step, 1, teams=teams, x_stages=x_stages, blocks=blocks)
     each = (SHARED_BYTES + RESERVED) // resident - RESERVED - BARRIERS
     stages = min((each - one.shared_bytes) // one.stage_bytes + 1, 16)
     # A stage is always the same team's: a barrier tells a phase from the next, not from the one after that.
@@ -76,20 +91,26 @@ def guess4(rows: int, tokens: int, processors: int = 132, gated: bool = False) -
     """A good configuration for a shape that was not measured, after those that were (benchmarks/LOG.md).
 
     Many rows come in blocks of two warpgroups, which read x less often, and half the memory for a block
-    leaves room for the next kernel's first ones. Few rows are for two or three teams, and if they are fewer
-    than multiprocessors, several blocks share the columns.
+    leaves room for the next kernel's first ones. From 17 tokens on x counts for more: there a warpgroup has
+    twice the rows, with four times 64 in a block or, up to 32 tokens, seven, whichever goes into the
+    multiprocessors more evenly. Few rows are for two or three teams, and if they are fewer than
+    multiprocessors, several blocks share the columns.
     """
-    units, step, resident = -(-rows // 64), 512, 2
+    units, step, resident, blocks = -(-rows // 64), 512, 2, 0
     if units >= 3 * processors:
-        shape, step = (2, 1, 1), 512 if tokens <= 16 else 256
+        shape = (2, 1, 1)
+        if tokens > 16:
+            heights = (4,) if gated or tokens > 32 else (4, 7)
+            blocks = min(heights, key=lambda height: -(-units // (height * processors)) * height)
+            shape, step, resident = (2 if blocks == 4 else 4, 1, 1), 256, 1
     else:
         split = next((split for split in (1, 2) if units * split >= 0.7 * processors), 4)
         shape, resident = ((2, split, 1), 2) if gated else ((1, split, 3 if tokens <= 16 else 2), 1)
 
-    def unlikeness(config: Decode4) -> tuple[bool, int, int, bool, int, int]:
+    def unlikeness(config: Decode4) -> tuple[bool, bool, int, int, bool, int, int]:
         rows, split, teams = config.warpgroups, config.split, config.teams
         apart = (rows != shape[0], abs(split - shape[1]), abs(teams - shape[2]), config.step != step)
-        return *apart, abs(config.resident - resident), -config.stages
+        return config.blocks != blocks, *apart, abs(config.resident - resident), -config.stages
 
     return min((c for c in configs4(tokens) if c.gates or not gated), key=unlikeness)
 

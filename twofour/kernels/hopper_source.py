@@ -66,6 +66,7 @@ def source(
     }
     if isinstance(config, Decode):
         constants |= {"SPLIT": config.split, "STEP": config.step, "STAGES": config.stages}
+        constants |= {"HEIGHT": config.height}
     elif isinstance(config, Prefill8):
         constants |= {"CLUSTER": config.cluster, "STAGES": config.stages, "E_STAGES": config.e_stages}
         constants |= {"AT_ONCE": at_once}

@@ -74,9 +74,11 @@ def _kernels() -> str:
 
 def _driver() -> str:
     try:
-        return "driver" + Path("/proc/driver/nvidia/version").read_text().split("Module")[1].split()[0]
-    except (OSError, IndexError):
-        return "driver-unknown"
+        said = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        said = ""
+    version = re.search(r"\d+(\.\d+)+", said)  # the first number with a point in it
+    return f"driver{version[0]}" if version else "driver-unknown"
 
 
 @cache

@@ -13,9 +13,11 @@
 // * W and x have rings of their own. W is read ahead as far as there is memory, also before x is there, which the kernel
 //   before may still be making; x takes little of that memory from it, and its tiles are soon free again.
 // * TEAMS of warpgroups have the same rows and tile after tile in turns, so that few rows keep many threads busy.
+// * Where there are many rows a block may have more than 64 for each warpgroup (HEIGHT times 64 in all), which then has
+//   several sets of sums: x is read less often, and rows go into the multiprocessors more evenly.
 //
-// Compiled per configuration: TOKENS (8…64, more are several tiles), WARPGROUPS (of a team), TEAMS, SPLIT, STEP (256 or 512),
-// STAGES (of W), X_STAGES, RESIDENT (blocks on a multiprocessor), GATED and FP16 or bf16; sm90.cuh, few_sm90.cuh and numbers.cuh
+// Compiled per configuration: TOKENS (8…64, more are several tiles), WARPGROUPS (of a team), TEAMS, HEIGHT, SPLIT, STEP (256 or
+// 512), STAGES (of W), X_STAGES, RESIDENT (blocks on a multiprocessor), GATED and FP16 or bf16; sm90.cuh, few_sm90.cuh and numbers.cuh
 // come first, WGMMA(…) is generated. Any n that is a multiple of 64, any k of 128. What lies beyond the edges of x is filled with
 // zeros by the copy engine.
 
@@ -26,12 +28,18 @@ constexpr int W_BYTES = S_FIRST + GROUPS * S_BYTES;                             
 constexpr int B_BOX = TOKENS * 128;                                              // 64 columns of x
 constexpr int B_BYTES = B_BOX * (STEP / 64);
 constexpr int MULTIPLIERS = TEAMS * CONSUMERS;
-constexpr int COPIERS = WARPGROUPS + 1;  // warps: one for the rows of each warpgroup, and one for x
+// Warps that copy W: one for the rows of each warpgroup, or half as many where sums take many registers. One more copies x.
+constexpr int W_COPIERS = TALL > 1 && WARPGROUPS > 3 ? WARPGROUPS / 2 : WARPGROUPS;
+constexpr int COPIED = (HEIGHT + W_COPIERS - 1) / W_COPIERS;  // blocks of 64 rows that each of them copies, at most
 // Codes and scales of a group are read before the products of the one before it begin, if there are registers for that.
 constexpr bool AHEAD = STEP == 256 || TOKENS > 8 || (RESIDENT == 1 && MULTIPLIERS < 512);
 static_assert(STAGES % TEAMS == 0 && X_STAGES % TEAMS == 0, "whoever waits for a stage has seen it full before");
-static_assert((TEAMS - 1) * ACCUMULATORS * CONSUMERS * 4 <= X_STAGES * B_BYTES + STAGES * WARPGROUPS * W_BYTES,
-              "sums that teams hand over lie where the tiles were");
+constexpr int TILE_BYTES = X_STAGES * B_BYTES + STAGES * HEIGHT * W_BYTES;
+static_assert((TEAMS - 1) * ACCUMULATORS * CONSUMERS * 4 <= TILE_BYTES, "sums that teams hand over lie where the tiles were");
+static_assert(TEAMS == 1 || TALL == 1, "only one set of sums is handed over");
+static_assert(!GATED || TALL == 1 || (HEIGHT == 2 * WARPGROUPS && SPLIT == 1), "a thread has both sums of an output");
+
+template <int N> struct Bytes { char of[N]; };  // a number that is known when compiled
 
 struct Group {  // what the products of a group read while they run
   u32 weights[4][4], places[2];
@@ -43,20 +51,20 @@ struct Group {  // what the products of a group read while they run
   }
 };
 
-__device__ __forceinline__ void hold(float (&sum)[ACCUMULATORS]) {
+__device__ __forceinline__ void hold(float (&sum)[SUMS]) {
 #pragma unroll
-  for (int j = 0; j < ACCUMULATORS; ++j) HOLD(sum[j]);
+  for (int j = 0; j < SUMS; ++j) HOLD(sum[j]);
 }
 
-extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(MULTIPLIERS + 32 * COPIERS, RESIDENT)
+extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(MULTIPLIERS + 32 * (W_COPIERS + 1), RESIDENT)
 decode4(const char* __restrict__ values, const char* __restrict__ positions, const __grid_constant__ TensorMap x,
         u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens, int steps, int blocks, int tiles,
         int grouped, const char* __restrict__ scale, int k) {
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which address each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
-  char* weights = shared + X_STAGES * B_BYTES;                          // [STAGES][WARPGROUPS]
-  float* gathered = (float*)(weights + STAGES * WARPGROUPS * W_BYTES);  // [SPLIT][SHARE][CONSUMERS]
+  char* weights = shared + X_STAGES * B_BYTES;      // [STAGES][HEIGHT]
+  float* gathered = (float*)(shared + TILE_BYTES);  // [SPLIT][SHARE][CONSUMERS]
   __shared__ alignas(8) u64 full[STAGES], empty[STAGES], x_full[X_STAGES], x_empty[X_STAGES];
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -66,7 +74,7 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
   if (threadIdx.x == MULTIPLIERS) {
     prefetch_map(&x);
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(shared_address(&full[s]), WARPGROUPS);
+      barrier_init(shared_address(&full[s]), W_COPIERS);
       barrier_init(shared_address(&empty[s]), 4 * WARPGROUPS);
     }
     for (int s = 0; s < X_STAGES; ++s) {
@@ -83,7 +91,7 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
   if (warp >= MULTIPLIERS / 32) {  // the copying warps
     const int w = warp - MULTIPLIERS / 32;
     u64 policy;  // weights pass through the cache once; x is wanted again by every block
-    if (w == WARPGROUPS && lane == 0) {
+    if (w == W_COPIERS && lane == 0) {
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
       asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the work of the kernel before
       int stage = 0, phase = 0;
@@ -98,33 +106,47 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
     } else if (lane == 0) {
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
       const u32 first = shared_address(weights) + w * W_BYTES;
+      const char *codes[COPIED], *places[COPIED], *scales[COPIED];  // of the group to be copied next
+#pragma unroll
+      for (int t = 0; t < COPIED; ++t) {
+        const int number = w + t * W_COPIERS;  // rows beyond the last are the last again
 #if GATED
-      const int block = w % 2 * (n / 64) + min(place.block * (WARPGROUPS / 2) + w / 2, n / 64 - 1);
+        const int beside = TALL > 1 ? number / WARPGROUPS : number % 2;
+        const int pair = TALL > 1 ? number % WARPGROUPS : number / 2;
+        const int block = beside * (n / 64) + min(place.block * (HEIGHT / 2) + pair, n / 64 - 1);
 #else
-      const int block = min(place.block * WARPGROUPS + w, n / 64 - 1);  // rows beyond the last are the last again
+        const int block = min(place.block * HEIGHT + number, n / 64 - 1);
 #endif
-      const long long from = (long long)block * groups + place.first * GROUPS;  // the group to be copied next
-      const char *codes = values + from * A_BYTES, *places = positions + from * E_BYTES;
-      const char* scales = scale + from * S_BYTES;
+        const long long from = (long long)block * groups + place.first * GROUPS;
+        codes[t] = values + from * A_BYTES, places[t] = positions + from * E_BYTES;
+        scales[t] = scale + from * S_BYTES;
+      }
+      const int copied = w + (COPIED - 1) * W_COPIERS < HEIGHT ? COPIED : COPIED - 1;
       int left = groups - place.first * GROUPS;  // groups up to the edge
       int stage = 0, phase = 0;
       for (int i = 0; i < count; ++i) {
         barrier_wait(shared_address(&empty[stage]), phase ^ 1);
-        const u32 barrier = shared_address(&full[stage]), to = first + stage * (WARPGROUPS * W_BYTES);
-        barrier_expect(barrier, W_BYTES);
-        auto copy = [&](int at, int count) {
-          copy_bytes(to + at * A_BYTES, codes, count * A_BYTES, barrier, policy);
-          copy_bytes(to + E_FIRST + at * E_BYTES, places, count * E_BYTES, barrier, policy);
-          copy_bytes(to + S_FIRST + at * S_BYTES, scales, count * S_BYTES, barrier, policy);
-        };
-        if (left >= GROUPS) {
-          copy(0, GROUPS);
-        } else {
-          copy(0, left);
+        const u32 barrier = shared_address(&full[stage]);
+        barrier_expect(barrier, copied * W_BYTES);
+#pragma unroll
+        for (int t = 0; t < COPIED; ++t) {
+          if (t == copied) break;
+          const u32 to = first + (stage * HEIGHT + t * W_COPIERS) * W_BYTES;
+          auto copy = [&](int at, int count) {
+            copy_bytes(to + at * A_BYTES, codes[t], count * A_BYTES, barrier, policy);
+            copy_bytes(to + E_FIRST + at * E_BYTES, places[t], count * E_BYTES, barrier, policy);
+            copy_bytes(to + S_FIRST + at * S_BYTES, scales[t], count * S_BYTES, barrier, policy);
+          };
+          if (left >= GROUPS) {
+            copy(0, GROUPS);
+          } else {
+            copy(0, left);
 #pragma unroll 1
-          for (int at = left; at < GROUPS; ++at) copy(at, 1);  // beyond the edge x is zero: any weights will do
+            for (int at = left; at < GROUPS; ++at) copy(at, 1);  // beyond the edge x is zero: any weights will do
+          }
+          codes[t] += GROUPS * A_BYTES, places[t] += GROUPS * E_BYTES, scales[t] += GROUPS * S_BYTES;
         }
-        codes += GROUPS * A_BYTES, places += GROUPS * E_BYTES, scales += GROUPS * S_BYTES, left -= GROUPS;
+        left -= GROUPS;
         if (++stage == STAGES) stage = 0, phase ^= 1;
       }
     }
@@ -136,10 +158,10 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
     return;
   }
 
-  float sum[ACCUMULATORS];
+  float sum[SUMS];
   Group ready[2] = {};
 #pragma unroll
-  for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0.f;
+  for (int j = 0; j < SUMS; ++j) sum[j] = 0.f;
 
   const int thread = threadIdx.x % 128, team = threadIdx.x / CONSUMERS, warpgroup = warp / 4 % WARPGROUPS;
   const u32 mine = shared_address(weights) + warpgroup * W_BYTES;
@@ -163,7 +185,7 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
     for (int p = 0; p < 4; ++p) four_bit_numbers(to.weights[p], codes[p], scales);
   };
   // Start the products of a group.
-  auto start = [&](u64 b, Group& of) {
+  auto start = [&](u64 b, Group& of, float* sum) {
     of.hold();
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     WGMMA(sum, of.weights[0], b, of.places[0], 0, 1);
@@ -177,37 +199,47 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
     if (lane == 0) barrier_arrive(shared_address(barrier));
   };
 
-  int stage = team, phase = 0, x_stage = team, x_phase = 0;
-  for (int i = team; i < count; i += TEAMS) {
-    const int offset = stage * (WARPGROUPS * W_BYTES);
-    barrier_wait(shared_address(&full[stage]), phase);
-    load(offset, 0);
-    // The same in all lanes, and the compiler is told: descriptors are then made where one instruction is enough.
-    const u64 tile = full_descriptor(__shfl_sync(0xffffffff, low_word(shared_address(shared) + x_stage * B_BYTES), 0));
+  auto multiply = [&](auto tall) {  // with so many sets of 64 rows
+    constexpr int TILES = sizeof(tall);
+    int stage = team, phase = 0, x_stage = team, x_phase = 0;
+    for (int i = team; i < count; i += TEAMS) {
+      const int offset = stage * (HEIGHT * W_BYTES);
+      auto next = [&](int q) { load(offset + q % TILES * (WARPGROUPS * W_BYTES), q / TILES); };
+      barrier_wait(shared_address(&full[stage]), phase);
+      next(0);
+      // The same in all lanes, and the compiler is told: descriptors are then made where one instruction is enough.
+      const u64 tile = full_descriptor(__shfl_sync(0xffffffff, low_word(shared_address(shared) + x_stage * B_BYTES), 0));
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
-      if (!AHEAD && g) load(offset, g);
-      convert(offset, g, ready[g % 2]);
-      if (AHEAD && g + 1 < GROUPS) load(offset, g + 1);
-      if (g == 0) barrier_wait(shared_address(&x_full[x_stage]), x_phase);
-      start(tile + 2 * g * (B_BOX >> 4), ready[g % 2]);
-      if (g + 1 == GROUPS) {
-        release(&empty[stage]);  // all of it is in registers
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      } else {
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      for (int q = 0; q < GROUPS * TILES; ++q) {
+        const int g = q / TILES, t = q % TILES;  // all rows of a group after each other: they read the same x
+        if (!AHEAD && q) next(q);
+        convert(offset + t * (WARPGROUPS * W_BYTES), g, ready[q % 2]);
+        if (AHEAD && q + 1 < GROUPS * TILES) next(q + 1);
+        if (q == 0) barrier_wait(shared_address(&x_full[x_stage]), x_phase);
+        start(tile + 2 * g * (B_BOX >> 4), ready[q % 2], sum + t * ACCUMULATORS);
+        if (q + 1 == GROUPS * TILES) {
+          release(&empty[stage]);  // all of it is in registers
+          asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        } else {
+          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        }
+        ready[1 - q % 2].hold();  // in use until now
       }
-      ready[1 - g % 2].hold();  // in use until now
+      ready[1].hold();
+      release(&x_empty[x_stage]);
+      stage += TEAMS, x_stage += TEAMS;
+      if (stage >= STAGES) stage -= STAGES, phase ^= 1;
+      if (x_stage >= X_STAGES) x_stage -= X_STAGES, x_phase ^= 1;
     }
-    ready[1].hold();
-    release(&x_empty[x_stage]);
-    stage += TEAMS, x_stage += TEAMS;
-    if (stage >= STAGES) stage -= STAGES, phase ^= 1;
-    if (x_stage >= X_STAGES) x_stage -= X_STAGES, x_phase ^= 1;
+    hold(sum);
+  };
+  if (HEIGHT % WARPGROUPS == 0 || warpgroup < HEIGHT % WARPGROUPS) {
+    multiply(Bytes<TALL>());
+  } else {
+    multiply(Bytes<TALL == 1 ? 1 : TALL - 1>());
   }
-  hold(sum);
 #pragma unroll
-  for (int j = 0; j < ACCUMULATORS; ++j) sum[j] *= Scales::LARGER;
+  for (int j = 0; j < SUMS; ++j) sum[j] *= Scales::LARGER;
 
 #if TEAMS > 1
   // The others hand their sums to the first team, in the place of the tiles, and it adds them in a fixed order.
@@ -232,26 +264,37 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
 #endif
   gather(sum, gathered, place);
 #if GATED
-  // Even warpgroups have rows of the gate, odd ones the same rows of the matrix beside it: these hand theirs over.
-  const int at = place.block * (ROWS / 2) + 64 * (warp / 8) + 16 * (warp % 4) + lane / 4;
-  float biases[2] = {0.f, 0.f};
-  if (bias && at < n) {
-    const u16* own = bias + warpgroup % 2 * n + at;
-    biases[0] = from_16_bit(own[0]), biases[1] = from_16_bit(own[8]);
-  }
-  float* beside = (float*)shared + warp / 8 * (128 * SHARE) + thread;
-  asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS) : "memory");  // all have done with what was there
+  if constexpr (TALL > 1) {  // a thread has rows of the gate and, behind them, the same ones of the matrix beside it
+    const int at = place.block * (ROWS / 2) + 64 * warpgroup + 16 * (warp % 4) + lane / 4;
 #pragma unroll
-  for (int i = 0; i < SHARE; ++i) {
-    sum[i] += (place.rank * SHARE + i) % 4 < 2 ? biases[0] : biases[1];
-    if (warpgroup % 2) beside[128 * i] = sum[i];
-  }
-  asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS) : "memory");
-  if (warpgroup % 2) return;
+    for (int j = 0; j < ACCUMULATORS; ++j) {
+      const int token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
+      if (token >= tokens || at >= n) continue;
+      const float gate = sum[j] + (bias ? from_16_bit(bias[here]) : 0.f);
+      const float beside = sum[ACCUMULATORS + j] + (bias ? from_16_bit(bias[n + here]) : 0.f);
+      y[(long long)token * n + here] = to_16_bit(activate(gate) * beside);
+    }
+  } else {  // even warpgroups have rows of the gate, odd ones the same rows of the matrix beside it: these hand theirs over
+    const int at = place.block * (ROWS / 2) + 64 * (warp / 8) + 16 * (warp % 4) + lane / 4;
+    float biases[2] = {0.f, 0.f};
+    if (bias && at < n) {
+      const u16* own = bias + warpgroup % 2 * n + at;
+      biases[0] = from_16_bit(own[0]), biases[1] = from_16_bit(own[8]);
+    }
+    float* beside = (float*)shared + warp / 8 * (128 * SHARE) + thread;
+    asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS) : "memory");  // all have done with what was there
 #pragma unroll
-  for (int i = 0; i < SHARE; ++i) {
-    const int j = place.rank * SHARE + i, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
-    if (token < tokens && at < n) y[(long long)token * n + here] = to_16_bit(activate(sum[i]) * beside[128 * i]);
+    for (int i = 0; i < SHARE; ++i) {
+      sum[i] += (place.rank * SHARE + i) % 4 < 2 ? biases[0] : biases[1];
+      if (warpgroup % 2) beside[128 * i] = sum[i];
+    }
+    asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS) : "memory");
+    if (warpgroup % 2) return;
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) {
+      const int j = place.rank * SHARE + i, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
+      if (token < tokens && at < n) y[(long long)token * n + here] = to_16_bit(activate(sum[i]) * beside[128 * i]);
+    }
   }
 #else
   write(sum, place, y, bias, n, tokens, nullptr, nullptr);

@@ -1,10 +1,12 @@
 // What the kernels for few tokens share, after sm90.cuh: which rows, tokens and columns a block has, and the way of its
-// sums to y. A block owns 64·WARPGROUPS rows of W × TOKENS tokens × its part of the columns, of which there are SPLIT.
+// sums to y. A block owns 64·HEIGHT rows of W × TOKENS tokens × its part of the columns, of which there are SPLIT.
 
-constexpr int ROWS = 64 * WARPGROUPS;
+constexpr int ROWS = 64 * HEIGHT;
 constexpr int CONSUMERS = 128 * WARPGROUPS;
-constexpr int ACCUMULATORS = TOKENS / 2;     // sums a thread
-constexpr int SHARE = ACCUMULATORS / SPLIT;  // of which each block of a cluster finishes so many
+constexpr int TALL = (HEIGHT + WARPGROUPS - 1) / WARPGROUPS;  // sets of 64 rows that a warpgroup has, at most
+constexpr int ACCUMULATORS = TOKENS / 2;                      // sums a thread for each of them
+constexpr int SUMS = TALL * ACCUMULATORS;
+constexpr int SHARE = SUMS / SPLIT;  // of which each block of a cluster finishes so many
 
 // Blocks that run at the same time work on `grouped` row blocks and neighbouring tiles of tokens, so that what they
 // read of W and x is still in the cache for each other.
@@ -45,7 +47,7 @@ __device__ __forceinline__ void fetch_scales(float* token_scales, const float* f
 
 // Called by every thread that has sums: add up with the other blocks of the cluster through `gathered`
 // ([SPLIT][SHARE][CONSUMERS], in shared memory), in a fixed order.
-__device__ __forceinline__ void gather(Sum (&sum)[ACCUMULATORS], Sum* gathered, const Place& place) {
+__device__ __forceinline__ void gather(Sum (&sum)[SUMS], Sum* gathered, const Place& place) {
   if (SPLIT > 1) {
     cluster_wait();  // all blocks have started, so their shared memory is there
     // Every block sends each other block that one's share of the sums, then adds up what it was sent.
@@ -71,7 +73,7 @@ __device__ __forceinline__ void gather(Sum (&sum)[ACCUMULATORS], Sum* gathered, 
 }
 
 // Then: scale, add the bias, perhaps gate, and write.
-__device__ __forceinline__ void write(const Sum (&sum)[ACCUMULATORS], const Place& place, u16* __restrict__ y,
+__device__ __forceinline__ void write(const Sum (&sum)[SUMS], const Place& place, u16* __restrict__ y,
                                       const u16* __restrict__ bias, int n, int tokens,
                                       const u16* __restrict__ row_scale, const float* token_scales) {
   const int rank = place.rank, block = place.block, first_token = place.first_token;
@@ -95,17 +97,22 @@ __device__ __forceinline__ void write(const Sum (&sum)[ACCUMULATORS], const Plac
     if (token < tokens && at < n) y[(long long)token * n + at] = to_16_bit(out);
   }
 #else
-  const int at = block * ROWS + 64 * group + 16 * (warp % 4) + lane / 4;
-  const float low = bias && at < n ? from_16_bit(bias[at]) : 0.f;
-  const float high = bias && at + 8 < n ? from_16_bit(bias[at + 8]) : 0.f;
-  const float low_scale = CODES && at < n ? from_16_bit(row_scale[at]) : 1.f;
-  const float high_scale = CODES && at + 8 < n ? from_16_bit(row_scale[at + 8]) : 1.f;
 #pragma unroll
-  for (int i = 0; i < SHARE; ++i) {
-    const int j = rank * SHARE + i, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
-    const float scale = scale_of(token) * (j % 4 < 2 ? low_scale : high_scale);
-    if (token < tokens && here < n)
-      y[(long long)token * n + here] = to_16_bit(sum[i] * scale + (j % 4 < 2 ? low : high));
+  for (int t = 0; t < TALL; ++t) {
+    const int beside = 64 * (group + t * WARPGROUPS), at = block * ROWS + beside + 16 * (warp % 4) + lane / 4;
+    const int end = beside < ROWS ? n : 0;  // not every warpgroup has rows of the last ones
+    const float low = bias && at < end ? from_16_bit(bias[at]) : 0.f;
+    const float high = bias && at + 8 < end ? from_16_bit(bias[at + 8]) : 0.f;
+    const float low_scale = CODES && at < end ? from_16_bit(row_scale[at]) : 1.f;
+    const float high_scale = CODES && at + 8 < end ? from_16_bit(row_scale[at + 8]) : 1.f;
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) {
+      const int j = rank * SHARE + i - t * ACCUMULATORS, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
+      if (j < 0 || j >= ACCUMULATORS) continue;
+      const float scale = scale_of(token) * (j % 4 < 2 ? low_scale : high_scale);
+      if (token < tokens && here < end)
+        y[(long long)token * n + here] = to_16_bit(sum[i] * scale + (j % 4 < 2 ? low : high));
+    }
   }
 #endif
 }
