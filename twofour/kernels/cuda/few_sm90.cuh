@@ -100,7 +100,7 @@ __device__ __forceinline__ void write(const Sum (&sum)[SUMS], const Place& place
 #pragma unroll
   for (int t = 0; t < TALL; ++t) {
     const int beside = 64 * (group + t * WARPGROUPS), at = block * ROWS + beside + 16 * (warp % 4) + lane / 4;
-    const int end = beside < ROWS ? n : 0;  // not every warpgroup has rows of the last ones
+    const int end = TALL == 1 || beside < ROWS ? n : 0;  // not every warpgroup has rows of the last ones
     const float low = bias && at < end ? from_16_bit(bias[at]) : 0.f;
     const float high = bias && at + 8 < end ? from_16_bit(bias[at + 8]) : 0.f;
     const float low_scale = CODES && at < end ? from_16_bit(row_scale[at]) : 1.f;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void write(const Sum (&sum)[SUMS], const Place& place
 #pragma unroll
     for (int i = 0; i < SHARE; ++i) {
       const int j = rank * SHARE + i - t * ACCUMULATORS, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
-      if (j < 0 || j >= ACCUMULATORS) continue;
+      if (TALL > 1 && (j < 0 || j >= ACCUMULATORS)) continue;
       const float scale = scale_of(token) * (j % 4 < 2 ? low_scale : high_scale);
       if (token < tokens && here < end)
         y[(long long)token * n + here] = to_16_bit(sum[i] * scale + (j % 4 < 2 ? low : high));
