@@ -340,13 +340,7 @@ def product(
         (Decode4(8, 2, 1, 256, 2), 64, 384, 8, "silu"),
         (Decode4(16, 2, 4, 512, 2, teams=2, x_stages=4), 192, 1152, 9, "gelu"),
         (Decode4(8, 4, 2, 256, 2), 192, 384, 3, "silu"),
-        (
-            Decode4(8, 2, 1, 256, 2, blocks=3),
-            448,
-            384,
-            3,
-            None,
-        ),  # a warpgroup with twice the rows of the other
+        (Decode4(8, 2, 1, 256, 2, blocks=3), 448, 384, 3, None),  # one warpgroup has twice the rows
         (Decode4(16, 2, 1, 512, 2, blocks=4), 512, 640, 16, None),
         (Decode4(8, 4, 1, 256, 2, blocks=7), 512, 256, 8, None),  # two copying warps for four warpgroups
         (Decode4(8, 1, 2, 256, 2, blocks=2), 192, 384, 5, None),

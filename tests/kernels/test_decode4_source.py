@@ -33,7 +33,8 @@ COMPILED = [
         (64, FP16, "gelu_tanh"),
     )
     for config in {
-        (c.warpgroups, c.teams, c.split > 1, c.step, c.resident): c for c in hopper_choices.configs4(tokens)
+        (c.warpgroups, c.blocks, c.teams, c.split > 1, c.step, c.resident): c
+        for c in hopper_choices.configs4(tokens)
     }.values()
     if config.gates or activation is None
 ]
@@ -74,7 +75,7 @@ def test_every_candidate_fits_the_multiprocessor(tokens):
         assert config.resident >= 1
         assert config.resident * taken <= 228 << 10
         # Sums, numbers and positions of two groups, codes and scales of the next: all at the same time.
-        assert config.tokens // 2 + 2 * (16 + 2) + 5 <= registers_allowed(config)
+        assert config.tall * config.tokens // 2 + 2 * (16 + 2) + 5 <= registers_allowed(config)
         assert config.resident * config.threads <= 2048
         assert (config.tokens // 2) % config.split == 0
         assert config.split <= 8  # blocks of a cluster that every GPU runs
