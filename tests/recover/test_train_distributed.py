@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from twofour.io.quantize import QuantizeOptions, quantize_checkpoint
 from twofour.io.recover import recover_checkpoint
 from twofour.recover import Recover
 from twofour.recover.options import SCALES
+from twofour.recover.state import Store
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
@@ -57,9 +59,21 @@ def work(rank, port, jobs):
         world_size=2,
         timeout=datetime.timedelta(seconds=120),
     )
+    if rank:
+        Store.final = late(Store.final)
     for arguments, named in jobs:
         run(*arguments, **named)
     leave()
+
+
+def late(read):
+    """The first process takes the run's directory away in the end: not before all have read it."""
+
+    def final(store):
+        time.sleep(0.5)
+        return read(store)
+
+    return final
 
 
 def by_two(*jobs):

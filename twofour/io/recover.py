@@ -87,6 +87,7 @@ def recover_checkpoint(
             **_told(final[1], settings),
             "frozen": frozen,
         }
+        parallel.wait()  # all have read how it went: the first takes the directory away
         if parallel.is_first() and (final[1].best_step or final[1].stopped != "diverged"):
             _write(checkpoint, Path(out), final[0], step)
             shutil.copyfile(work / LOG, Path(out) / LOG)
