@@ -17,6 +17,7 @@ or of the teacher, in nats a token (KL).
 With `--train TOKENS` there are rows of `twofour recover` too, on CALIBRATION, with MODEL as the teacher:
 "scales" trains what was quantized, "trained" trains the pruned model with the rounding in the loop
 (`--scheme`) and rounds it to the nearest, over a 16-bit model of the same masks that was trained as long.
+In "itself" rows the scales are trained towards the 16-bit 2:4 model and nothing else (`--rate`).
 """
 
 from __future__ import annotations
@@ -81,9 +82,12 @@ MORE: tuple[tuple[str, int | None, str, str], ...] = (
 
 #: Those of `--train`.
 TRAINED: tuple[tuple[str, int | None, Rounding, str], ...] = (
+    ("int8", None, "compensated", "smooth itself"),
+    ("fp8", None, "compensated", "itself"),
+    ("int4", 128, "compensated", "itself"),
     ("fp8", None, "nearest", "trained"),
     ("int4", 128, "nearest", "trained"),
-    ("int8", None, "compensated", "scales"),
+    ("int8", None, "compensated", "smooth scales"),
     ("fp8", None, "compensated", "scales"),
     ("int4", 128, "compensated", "scales"),
 )
@@ -121,6 +125,7 @@ def main() -> None:
     parser.add_argument("--divergence", action="store_true", help="from the 16-bit model, in nats a token")
     parser.add_argument("--all", action="store_true", help="more rows: smoothing, other groups, weights only")
     parser.add_argument("--train", type=int, help="tokens for the rows of `recover`, in steps of 4 windows")
+    parser.add_argument("--rate", type=float, default=1e-3, help="of the rows that learn from 16 bit")
     parser.add_argument("--work", type=Path, help="keep the checkpoints here; the pruned ones are used again")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -237,37 +242,43 @@ def run(given: argparse.Namespace, work: Path) -> None:
             beside = None if joint else teacher or work / f"pruned-{method}"
             measure(out, over, beside, method=method, **what, **made)
 
-    def recovered(out: Path, start: Path, scheme: str | None = None) -> float:
+    def recovered(out: Path, start: Path, teacher: Path = source, **others: Any) -> float:
         """Train it, unless it is there, and say how long that took."""
         if not out.exists():
-            options = Recover(tokens=given.train, batch=4, seqlen=given.seqlen, scheme=scheme)
-            recover_checkpoint(start, out, [given.calibration], source, options)
+            options = Recover(tokens=given.train, batch=4, seqlen=given.seqlen, **others)
+            recover_checkpoint(start, out, [given.calibration], teacher, options)
         return float((last_step(Checkpoint(out).record, "recover") or {})["seconds"])
 
     for method in given.methods if given.train else ():
         pruned = work / f"pruned-{method}"
         training = {"method": method, "teacher": True, "trained_on": given.train}
-        against = {"scales": base[method]}
+        against = {"scales": base[method], "itself": base[method]}
         for scheme, group, rounding, extra in TRAINED:
             if not (name := wanted(scheme, group, rounding, extra)):
                 continue
-            if extra not in against:  # what the same training gives in 16 bit
+            *extras, how = extra.split()
+            if how not in against:  # what the same training gives in 16 bit
                 seconds = recovered(plainly := work / f"{method}-trained", pruned)
-                what = {**plain, **training, "recovered": extra, "seconds": seconds}
-                against[extra] = measure(plainly, base[method], source, **what)
+                what = {**plain, **training, "recovered": how, "seconds": seconds}
+                against[how] = measure(plainly, base[method], source, **what)
             out = work / f"{method} {name}".replace(" ", "-")
-            options = QuantizeOptions(scheme, group, rounding)
-            if extra == "scales":
-                start = out.with_name(out.name.removesuffix("-scales"))
-                made = quantized(start, pruned, options)
-                made["seconds"] = recovered(out, start)
-            else:
+            options = QuantizeOptions(scheme, group, rounding, "smooth" in extras)
+            beside = source
+            if how == "trained":
                 start = work / f"{method}-trained-for-{scheme}"
-                seconds = recovered(start, pruned, scheme)
+                seconds = recovered(start, pruned, scheme=scheme)
                 made = {**quantized(out, start, options), "seconds": seconds}
-            what = {"scheme": scheme, "group": group, "rounding": rounding, "recovered": extra}
-            what |= {"smooth": False, "tune": False, **training}
-            measure(out, against[extra], source, **what, **made)
+            else:
+                start = out.with_name(out.name.removesuffix(f"-{how}"))
+                made = quantized(start, pruned, options)
+                if how == "itself":
+                    beside = pruned
+                    made["seconds"] = recovered(out, start, pruned, lr=given.rate, task_weight=0.0)
+                else:
+                    made["seconds"] = recovered(out, start)
+            what = {"scheme": scheme, "group": group, "rounding": rounding, "recovered": how}
+            what |= training | {"smooth": options.smooth, "tune": False, "teacher": how != "itself"}
+            measure(out, against[how], beside, **what, **made)
 
 
 @torch.no_grad()
