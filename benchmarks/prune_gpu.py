@@ -39,7 +39,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from twofour.bench.timing import about
-from twofour.calibrate.blocks import GPU_TOKENS, Block, Call, Shelf, observe, pass_through
+from twofour.calibrate.blocks import GPU_TOKENS, Block, Call, Shelf, pass_through
+from twofour.calibrate.observe import observe
 from twofour.calibrate.statistics import Gram
 from twofour.pattern import check_pattern
 from twofour.prune import method_named, prune_block

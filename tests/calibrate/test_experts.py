@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from twofour.calibrate import blocks
+from twofour.calibrate import observe
 from twofour.calibrate.blocks import run_blocks
 from twofour.calibrate.statistics import Gram
 from twofour.prune.admm import ADMM
@@ -63,7 +63,7 @@ def test_an_expert_with_few_tokens_does_better_on_other_text(method, monkeypatch
     few, other = torch.arange(600).reshape(6, 100), torch.arange(1000, 7000).reshape(12, 500)
     model, truth = grams_of(other)
     _, leaning = grams_of(few)
-    monkeypatch.setattr(blocks, "_let_experts_lean", lambda *_: None)
+    monkeypatch.setattr(observe, "_let_experts_lean", lambda *_: None)
     _, alone = grams_of(few)
     name = "experts.2.0"
     assert 3 < alone[name].tokens == leaning[name].tokens < SIZE // 2

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import twofour as package
 from twofour.errors import InputError, TwoFourError
-from twofour.nn.modules import SparseLinear
+from twofour.nn.linear import SparseLinear
 
 peft = pytest.importorskip("peft")
 

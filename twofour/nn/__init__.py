@@ -3,7 +3,8 @@
 from twofour.nn.conv import SparseConv2d
 from twofour.nn.convert import convert_, packed_layers, set_memory, swap_
 from twofour.nn.fuse import fuse_, unfuse_
-from twofour.nn.modules import Memory, PackedModule, SparseLinear
+from twofour.nn.linear import SparseLinear
+from twofour.nn.modules import Memory, PackedModule
 
 __all__ = [
     "Memory",

@@ -8,7 +8,8 @@ from torch import nn
 
 from twofour.errors import InputError
 from twofour.nn.conv import SparseConv2d
-from twofour.nn.modules import Memory, PackedModule, SparseLinear
+from twofour.nn.linear import SparseLinear
+from twofour.nn.modules import Memory, PackedModule
 from twofour.nn.quantized import QuantizedLinear
 from twofour.quantize.schemes import Scheme
 from twofour.select import Layer

@@ -29,7 +29,7 @@ from twofour.kernels.reference import ACTIVATIONS
 from twofour.kernels.reference import gate as gate_reference
 from twofour.nn.fuse_norm import FusedNorm, as_fused_norm
 from twofour.nn.fuse_rope import fuse_rope_, unfuse_rope_
-from twofour.nn.modules import SparseLinear, watched
+from twofour.nn.linear import SparseLinear, watched
 from twofour.nn.quantized import QuantizedLinear
 from twofour.packed import Packed24
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from twofour import ops
 from twofour.kernels import rope as kernel
-from twofour.nn.modules import watched
+from twofour.nn.linear import watched
 
 #: The function's name and the first of its parameters, the same in all of transformers.
 NAME = "apply_rotary_pos_emb"

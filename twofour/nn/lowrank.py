@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from twofour.errors import InputError
-from twofour.nn.modules import PackedModule, SparseLinear
+from twofour.nn.linear import SparseLinear
+from twofour.nn.modules import PackedModule
 from twofour.packed import packed_shapes
 from twofour.select import Layer, as_layer
 

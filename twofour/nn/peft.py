@@ -26,7 +26,7 @@ from peft.tuners import lora
 from torch import nn
 
 from twofour.errors import InputError, TwoFourError
-from twofour.nn.modules import SparseLinear
+from twofour.nn.linear import SparseLinear
 
 #: Ways to begin that leave the frozen weight as it is. The others (PiSSA, OLoRA, LoftQ, ...) write to it.
 _BEGINNINGS = (True, False, "gaussian", "orthogonal", "eva")

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from twofour.nn.conv import SparseConv2d
-from twofour.nn.modules import Memory, PackedModule, SparseLinear
+from twofour.nn.linear import SparseLinear
+from twofour.nn.modules import Memory, PackedModule
 from twofour.packed import Packed24
 from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
