@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from twofour.report.content import Figure, Missing, Plot, Section, Table
+from twofour.report.content import Figure, Item, Missing, Plot, Section, Table
 from twofour.report.figures import NONE, count, is_number, number, percent, times
 from twofour.report.layers import short_labels
 from twofour.report.plots import Axis, Bar, Bars, Point, Scatter, Series, spread
@@ -19,12 +19,22 @@ MOST_BARS = 30
 #: Points of a curve; a longer log is thinned out, and the page says so.
 MOST_POINTS = 300
 
+#: By stage: what its errors are called, and what they are. Q is the weight that codes and scales stand for.
 ERRORS = {
-    "output_error": (
-        "Error of each layer's output",
-        "share of the output lost on calibration text: ‖(W − W₂₄)·x‖² over ‖W·x‖²",
-    ),
-    "relative_error": ("Weight lost in each layer", "‖W − W₂₄‖ / ‖W‖"),
+    "prune": {
+        "output_error": (
+            "Error of each layer's output",
+            "share of the output lost on calibration text: ‖(W − W₂₄)·x‖² over ‖W·x‖²",
+        ),
+        "relative_error": ("Weight lost in each layer", "‖W − W₂₄‖ / ‖W‖"),
+    },
+    "quantize": {
+        "output_error": (
+            "Error that rounding adds to each layer's output",
+            "share of the output lost on calibration text: ‖(W₂₄ − Q)·x‖² over ‖W₂₄·x‖²",
+        ),
+        "relative_error": ("Weight lost by rounding in each layer", "‖W₂₄ − Q‖ / ‖W₂₄‖"),
+    },
 }
 
 
@@ -129,11 +139,12 @@ def tasks(subjects: Sequence[Subject]) -> Section:
 
 def layer_errors(subjects: Sequence[Subject]) -> Section:
     section = Section("layer-errors", "What pruning took from each layer")
-    for which, (title, meaning) in ERRORS.items():
-        by_model = {s.name: found for s in subjects if (found := s.errors(which))}
-        if by_model:
-            sources = {s.name: s.made_by for s in subjects}
-            section.items.append(_by_layer(title, meaning, by_model, sources, [s.name for s in subjects]))
+    section.items += _errors_of("prune", subjects)
+    joint = [s for s in subjects if (s.step("prune") or {}).get("options", {}).get("method") == "joint"]
+    if joint:
+        section.items.append(
+            f"{everyone(joint)}: pruned and rounded in one sweep, so these are errors of both."
+        )
     trained = [s for s in subjects if s.step("recover") and s.errors("relative_error")]
     if trained:
         section.items.append(
@@ -150,6 +161,36 @@ def layer_errors(subjects: Sequence[Subject]) -> Section:
             what = "errors of its layers' outputs (it was pruned without text)"
             section.items.append(Missing(subject.name, what, command))
     return section
+
+
+def rounding_errors(subjects: Sequence[Subject]) -> Section:
+    """Of models that were pruned first and quantized then: a joint sweep has one error for both."""
+    section = Section("rounding-errors", "What rounding took from each layer")
+    section.items += _errors_of("quantize", subjects)
+    for subject in subjects:
+        step = subject.step("quantize")
+        if step is None:
+            continue
+        options = step.get("options") or {}
+        if teacher := options.get("teacher"):
+            section.items.append(f"Outputs of {subject.name} follow {teacher}: their error is against that.")
+        if any(later["verb"] == "recover" for later in subject.steps[subject.steps.index(step) + 1 :]):
+            section.items.append(f"Training has moved the scales of {subject.name} since.")
+        if subject.errors("relative_error", "quantize") and not subject.errors("output_error", "quantize"):
+            command = f"twofour quantize MODEL OUT --scheme {options.get('scheme', 'S')} --calib TEXT"
+            what = "errors of its layers' outputs (it was rounded without text)"
+            section.items.append(Missing(subject.name, what, command))
+    return section
+
+
+def _errors_of(verb: str, subjects: Sequence[Subject]) -> list[Item]:
+    figures: list[Item] = []
+    for which, (title, meaning) in ERRORS[verb].items():
+        by_model = {s.name: found for s in subjects if (found := s.errors(which, verb))}
+        if by_model:
+            sources = {s.name: s.made_by for s in subjects}
+            figures.append(_by_layer(title, meaning, by_model, sources, [s.name for s in subjects]))
+    return figures
 
 
 def sensitivity(subjects: Sequence[Subject]) -> Section:

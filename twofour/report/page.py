@@ -31,6 +31,7 @@ def make_page(subjects: Sequence[Subject], refused: Sequence[Refused]) -> Page:
         accuracy.perplexity(subjects),
         accuracy.tasks(subjects),
         accuracy.layer_errors(subjects),
+        accuracy.rounding_errors(subjects),
         accuracy.sensitivity(subjects),
         accuracy.recovery(subjects),
         making.sizes(subjects),

@@ -20,6 +20,7 @@ from twofour.report.times import (
     ceilings_of,
     matched,
     moved_bytes,
+    packed_share,
     products_of,
     telling,
     whole_model,
@@ -33,7 +34,8 @@ NO_TENSOR_CORES = "A CPU has no Sparse Tensor Cores: there 2:4 saves bytes, not 
 
 
 def bench_command(subject: Subject) -> str:
-    return f"twofour bench --shapes 8B --json > {subject.shell}/reports/bench.json"
+    scheme = f" --scheme {subject.scheme.name}" if subject.scheme else ""
+    return f"twofour bench --shapes 8B{scheme} --json > {subject.shell}/reports/bench.json"
 
 
 def tune_command(subject: Subject) -> str:
@@ -45,12 +47,13 @@ def whole_model_command(subject: Subject) -> str:
 
 
 def alike(subjects: Sequence[Subject]) -> list[tuple[Subject, str]]:
-    """Models with the same 2:4 layers and the same times look the same: one of them, with all their names."""
+    """Models with the same 2:4 layers, in as many bits, and the same times look the same: one of them, with
+    all their names."""
     grouped: dict[Any, list[Subject]] = {}
     for subject in subjects:
         if subject.layers:
             timed = {d.source for d in subject.documents if d.verb in ("bench", "tune")}
-            key = (frozenset(subject.layers.items()), frozenset(timed))
+            key = (frozenset(subject.layers.items()), subject.scheme, frozenset(timed))
             grouped.setdefault(key, []).append(subject)
     return [(same[0], everyone(same)) for same in grouped.values()]
 
@@ -59,8 +62,10 @@ def roofline(subjects: Sequence[Subject]) -> Section:
     section = Section("roofline", "Roofline")
     section.items.append(
         "A product can be no faster than its bytes at the speed of a copy (the slope) and its arithmetic at "
-        "the speed of a large dense product (the flat roof, twice as high for 2:4, which does half of it). "
-        "Few tokens lie on the slope, where 2:4 wins by moving 9/16 of the weight; many lie under the roof."
+        "the speed of a large dense product in 16 bits (the flat roof; twice as high for 2:4, which does "
+        "half of it, and twice as high again where codes of 8 bits are multiplied with codes). Few tokens "
+        "lie on the slope, where 2:4 wins by moving 9/16 of the weight, or 5/16 and 3/16 in 8 and 4 bits; "
+        "many lie under the roof."
     )
     for subject, names in alike(subjects):
         ceilings = ceilings_of(subject.documents)
@@ -70,17 +75,23 @@ def roofline(subjects: Sequence[Subject]) -> Section:
             continue
         kinds = kinds_of(subject.layers)
         # Times that name no GPU are taken for this one's, and the caption says so.
-        products = [p for p in products_of(subject.documents) if p.gpu in (ceilings.gpu, UNNAMED)]
-        found = matched(kinds, products)
-        section.items.append(_roofline(names, ceilings, kinds, found))
+        products = products_of(subject.documents, subject.scheme)
+        found = matched(kinds, [p for p in products if p.gpu in (ceilings.gpu, UNNAMED)])
+        section.items.append(_roofline(subject, names, ceilings, kinds, found))
         if not found:
             section.items.append(Missing(names, "times of its layers' shapes", tune_command(subject)))
     return section
 
 
 def _roofline(
-    names: str, ceilings: Ceilings, kinds: Sequence[Kind], found: dict[Kind, list[Product]]
+    subject: Subject,
+    names: str,
+    ceilings: Ceilings,
+    kinds: Sequence[Kind],
+    found: dict[Kind, list[Product]],
 ) -> Figure:
+    scheme, form = subject.scheme, subject.sparse
+    faster = 4 if scheme is not None and scheme.rounds_activations else 2  # its roof over dense's
     labels = short_labels([kind.pattern for kind in found or kinds])
     dense: list[Point] = []
     sparse: list[Point] = []
@@ -99,9 +110,9 @@ def _roofline(
             for tokens in UNMEASURED_TOKENS:
                 flops = 2.0 * kind.rows * kind.columns * tokens
                 places = []
-                for points, packed in ((dense, False), (sparse, True)):
-                    moved = moved_bytes(kind.rows, kind.columns, tokens, 2, packed=packed)
-                    roof = min(ceilings.gb_s / 1e3 * flops / moved, ceilings.tflops * (2 if packed else 1))
+                for points, share, height in ((dense, 1.0, 1), (sparse, packed_share(2, scheme), faster)):
+                    moved = moved_bytes(kind.rows, kind.columns, tokens, 2, share)
+                    roof = min(ceilings.gb_s / 1e3 * flops / moved, ceilings.tflops * height)
                     words = f"{labels[kind.pattern]} {shape(kind.shape)}, {count(tokens, 'token')}"
                     points.append(Point(flops / moved, roof, f"{words}: at most {number(roof)} TFLOP/s"))
                     places += [number(flops / moved), number(roof)]
@@ -112,8 +123,8 @@ def _roofline(
     first = low * ceilings.gb_s / 1e3
     roofs = (
         Reference(
-            [(low, first), (2 * bend, 2 * ceilings.tflops), (high, 2 * ceilings.tflops)],
-            f"2:4 roof {number(2 * ceilings.tflops)} TFLOP/s",
+            [(low, first), (faster * bend, faster * ceilings.tflops), (high, faster * ceilings.tflops)],
+            f"{form} roof {number(faster * ceilings.tflops)} TFLOP/s",
             SPARSE,
         ),
         Reference(
@@ -126,13 +137,13 @@ def _roofline(
     kind_words = "measured" if found else "where the roof would put them: not measured"
     plot = Scatter(
         f"Roofline of {ceilings.gpu} with the layers of {names}",
-        f"Logarithmic axes. {count(len(rows), 'point')} each for dense and 2:4, {kind_words}. "
+        f"Logarithmic axes. {count(len(rows), 'point')} each for dense and {form}, {kind_words}. "
         f"Slope {number(ceilings.gb_s)} GB/s, dense roof {number(ceilings.tflops)} TFLOP/s.",
         Axis("FLOP per byte moved", log=True),
         Axis("TFLOP/s, zeros counted", log=True),
         [
             Series("dense", dense, DENSE, hollow=not found),
-            Series("2:4", sparse, SPARSE, hollow=not found),
+            Series(form, sparse, SPARSE, hollow=not found),
         ],
         roofs,
         height=360,
@@ -154,18 +165,18 @@ def _roofline(
         "tokens",
         "FLOP/byte dense",
         "TFLOP/s dense",
-        "FLOP/byte 2:4",
-        "TFLOP/s 2:4",
+        f"FLOP/byte {form}",
+        f"TFLOP/s {form}",
         "source",
     ]
     table = Table("The points of the roofline", columns, rows, words=("source",), folded=True)
-    return Figure(f"Layers of {names}", caption, [plot], table, [(DENSE, "dense"), (SPARSE, "2:4")])
+    return Figure(f"Layers of {names}", caption, [plot], table, [(DENSE, "dense"), (SPARSE, form)])
 
 
 def layer_times(subjects: Sequence[Subject]) -> Section:
     section = Section("layer-times", "Time per layer, dense against 2:4")
     for subject, names in alike(subjects):
-        machines = by_machine(products_of(subject.documents)).values()
+        machines = by_machine(products_of(subject.documents, subject.scheme)).values()
         own = [kinds for products in machines if (kinds := matched(kinds_of(subject.layers), products))]
         if not own:
             section.items.append(
@@ -181,7 +192,7 @@ def layer_times(subjects: Sequence[Subject]) -> Section:
 
 
 def _layer_times(subject: Subject, names: str, found: dict[Kind, list[Product]]) -> Figure:
-    labels = short_labels([kind.pattern for kind in found])
+    labels, form = short_labels([kind.pattern for kind in found]), subject.sparse
     gpu = next(iter(found.values()))[0].gpu
     plots = []
     for tokens in telling(p.tokens for ps in found.values() for p in ps):
@@ -192,18 +203,19 @@ def _layer_times(subject: Subject, names: str, found: dict[Kind, list[Product]])
                 name = f"{labels[kind.pattern]} {shape(kind.shape)}"
                 bars = [
                     Bar(p.dense_ms, duration(p.dense_ms), DENSE, "dense"),
-                    Bar(p.sparse_ms, said, SPARSE, "2:4"),
+                    Bar(p.sparse_ms, said, SPARSE, form),
                 ]
                 groups.append((name, bars))
         title = f"{count(tokens, 'token')} at once"
         both = whole_model(found, len(subject.layers), tokens)
         if both is not None:
             together = (
-                f"All {len(subject.layers)} layers: {duration(both[0])} dense, {duration(both[1])} in 2:4."
+                f"All {len(subject.layers)} layers: {duration(both[0])} dense, {duration(both[1])} in {form}."
             )
         else:
             together = "Not every layer of the model was measured."
         plots.append(Bars(title, f"Time of one product on {gpu}. {together}", groups))
+    compared = any(p.same_bits_ms for products in found.values() for p in products)
     rows = [
         [
             kind.pattern,
@@ -213,25 +225,29 @@ def _layer_times(subject: Subject, names: str, found: dict[Kind, list[Product]])
             duration(p.dense_ms),
             duration(p.sparse_ms),
             times(p.ratio),
+            *([times(p.same_bits_ms / p.sparse_ms) if p.same_bits_ms else NONE] if compared else []),
             p.source,
         ]
         for kind, products in found.items()
         for p in products
     ]
-    columns = ["layer", "shape", "number", "tokens", "dense", "2:4", "dense / 2:4", "source"]
+    columns = ["layer", "shape", "number", "tokens", "dense", form, f"dense / {form}"]
+    columns += [*(["dense of as many bits / it"] if compared else []), "source"]
     sums = [
-        f"{duration(both[0])} dense and {duration(both[1])} in 2:4 ({times(both[0] / both[1])}) "
+        f"{duration(both[0])} dense and {duration(both[1])} in {form} ({times(both[0] / both[1])}) "
         f"at {count(tokens, 'token')}"
         for tokens in telling(p.tokens for ps in found.values() for p in ps)
         if (both := whole_model(found, len(subject.layers), tokens)) is not None
     ]
     caption = f"{names} on {gpu}: medians of one product; above 1× is faster than dense. "
+    if subject.scheme is not None:
+        caption += "Dense has 16 bits. "
     if sums:
         caption += f"All {len(subject.layers)} 2:4 layers together: {'; '.join(sums)}."
     if gpu.startswith("CPU"):
         caption += NO_TENSOR_CORES
     table = Table("Every product that was measured", columns, rows, words=("shape", "source"), folded=True)
-    legend = [(DENSE, "dense"), (SPARSE, "2:4")]
+    legend = [(DENSE, "dense"), (SPARSE, form)]
     return Figure(f"Layers of {names}", caption, plots, table, legend, small=True)
 
 

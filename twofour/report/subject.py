@@ -19,6 +19,7 @@ from twofour.io.checkpoint import CONFIG, RECORD, Checkpoint, read_json
 from twofour.io.format import is_packed, packed_modules, scheme_of
 from twofour.io.record import last_step
 from twofour.io.writer import CHECKSUMS
+from twofour.quantize.schemes import Scheme
 from twofour.report.documents import (
     LOG,
     Document,
@@ -88,10 +89,18 @@ class Subject:
         """What its 2:4 layers are stored as."""
         if not self.packed:
             return "stored dense"
-        scheme = scheme_of(self.config["quantization_config"])
-        if scheme is None:
-            return "packed 2:4"
-        return f"packed 2:4 {scheme.name}{f', groups of {scheme.group}' if scheme.group else ''}"
+        scheme = self.scheme
+        return f"packed {self.sparse}{f', groups of {scheme.group}' if scheme and scheme.group else ''}"
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """How its 2:4 layers are quantized; None: they are not."""
+        return scheme_of(self.config["quantization_config"]) if self.packed else None
+
+    @property
+    def sparse(self) -> str:
+        """What stands beside "dense": its 2:4 layers, and their scheme if they have one."""
+        return f"2:4 {self.scheme.name}" if self.scheme else "2:4"
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -125,9 +134,9 @@ class Subject:
                 return {row["name"]: tuple(row["shape"]) for row in document.content["layers"]}
         return {}
 
-    def errors(self, which: str) -> dict[str, float]:
-        """An error of pruning by layer: `relative_error` of the weight, `output_error` of its products."""
-        notes = (self.step("prune") or {}).get("layers") or {}
+    def errors(self, which: str, verb: str = "prune") -> dict[str, float]:
+        """What a stage cost by layer: `relative_error` of the weight, `output_error` of its products."""
+        notes = (self.step(verb) or {}).get("layers") or {}
         return {name: note[which] for name, note in notes.items() if is_number(note.get(which))}
 
     def of(self, verb: str) -> list[Document]:

@@ -1,11 +1,12 @@
-"""Times of products in 16 bits, dense against 2:4, from the rows of `bench` and `tune`."""
+"""Times of products, dense in 16 bits against 2:4 in 16, 8 or 4, from the rows of `bench` and `tune`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from twofour.quantize.schemes import Scheme
 from twofour.report.documents import Document
 from twofour.report.figures import is_number
 from twofour.report.layers import Kind, fused_kinds
@@ -14,8 +15,8 @@ from twofour.report.layers import Kind, fused_kinds
 OURS = "twofour"
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-#: Of a 16-bit 2:4 weight: half the values, and two bits for the place of each.
-PACKED_SHARE = {2: 9 / 16, 4: 17 / 32}
+#: Bits of a value. Half of them are kept, and a group of four has four bits for their places.
+CODE_BITS = {"int8": 8, "fp8": 8, "int4": 4}
 
 #: For documents of `tune` from before it named its GPU.
 UNNAMED = "a GPU that the document does not name"
@@ -26,7 +27,7 @@ TELLING_TOKENS = (1, 16, 256, 2048)
 
 @dataclass(frozen=True)
 class Product:
-    """y = x·Wᵀ with `tokens` rows of x, once with W dense and once 2:4."""
+    """y = x·Wᵀ with `tokens` rows of x, once with W dense in 16 bits and once 2:4."""
 
     rows: int
     columns: int
@@ -36,6 +37,8 @@ class Product:
     width: int  # bytes of a number
     gpu: str
     source: str  # file and rows
+    scheme: Scheme | None = None  # of the 2:4 weight; None: it has the width of all others
+    same_bits_ms: float | None = None  # dense in as many bits as the scheme has
 
     @property
     def ratio(self) -> float:
@@ -48,7 +51,8 @@ class Product:
 
     def moved(self, *, packed: bool) -> float:
         """Bytes that must move at least: the weight, x and y once each."""
-        return moved_bytes(self.rows, self.columns, self.tokens, self.width, packed=packed)
+        share = packed_share(self.width, self.scheme) if packed else 1.0
+        return moved_bytes(self.rows, self.columns, self.tokens, self.width, share)
 
 
 @dataclass(frozen=True)
@@ -59,19 +63,36 @@ class Ceilings:
     source: str
 
 
-def moved_bytes(rows: int, columns: int, tokens: int, width: int, *, packed: bool) -> float:
-    weight = rows * columns * width * (PACKED_SHARE.get(width, 9 / 16) if packed else 1.0)
-    return weight + tokens * (rows + columns) * width
+def packed_share(width: int, scheme: Scheme | None) -> float:
+    """Bits of a packed 2:4 weight over those of a dense one of so many bytes.
+
+    >>> packed_share(2, None)
+    0.5625
+    """
+    bits = 8 * width if scheme is None else CODE_BITS[scheme.codes]
+    scales = 16 / scheme.group if scheme is not None and scheme.group else 0.0
+    return (bits / 2 + 1 + scales) / (8 * width)
 
 
-def products_of(documents: Iterable[Document]) -> list[Product]:
+def moved_bytes(rows: int, columns: int, tokens: int, width: int, share: float = 1.0) -> float:
+    return rows * columns * width * share + tokens * (rows + columns) * width
+
+
+def products_of(documents: Iterable[Document], scheme: Scheme | None = None) -> list[Product]:
+    """Those whose 2:4 weight has this scheme: a shape has other times in other bits."""
     found: list[Product] = []
     for document in documents:
         if document.verb == "bench":
-            found += _of_bench(document)
+            found += _of_bench(document, scheme)
         elif document.verb == "tune":
-            found += _of_tune(document)
+            found += _of_tune(document, scheme)
     return found
+
+
+def _is_of(row: dict[str, Any], scheme: Scheme | None) -> bool:
+    return (row.get("scheme"), row.get("group")) == (
+        (None, None) if scheme is None else (scheme.name, scheme.group)
+    )
 
 
 def ceilings_of(documents: Iterable[Document]) -> Ceilings | None:
@@ -137,11 +158,11 @@ def whole_model(found: dict[Kind, list[Product]], layers: int, tokens: int) -> t
     return dense, sparse
 
 
-def _of_bench(document: Document) -> list[Product]:
+def _of_bench(document: Document, scheme: Scheme | None) -> list[Product]:
     rows = document.content.get("products") or []
     by_place: dict[tuple[Any, ...], dict[str, int]] = {}
     for index, row in enumerate(rows):
-        if row.get("scheme"):  # of 8 or 4 bits: another product of the same shape
+        if not _is_of(row, scheme):
             continue
         place = (row["rows"], row["columns"], row["tokens"], str(row.get("dtype")))
         by_place.setdefault(place, {})[row["contender"]] = index
@@ -155,22 +176,24 @@ def _of_bench(document: Document) -> list[Product]:
             continue
         source = f"{document.source}, products[{who['dense']}] and [{who[OURS]}]"
         width = BYTES.get(dtype, 2)
-        found.append(Product(n, k, tokens, *pair, width, _gpu(document), source))
+        product = Product(n, k, tokens, *pair, width, _gpu(document), source, scheme)
+        same = next((index for name, index in who.items() if name.startswith("dense ")), None)
+        if same is not None and (both := _pair(rows[same], ours)):
+            product = replace(product, same_bits_ms=both[0])
+        found.append(product)
     return found
 
 
-def _of_tune(document: Document) -> list[Product]:
+def _of_tune(document: Document, scheme: Scheme | None) -> list[Product]:
     found = []
     for index, row in enumerate(document.content["rows"]):
-        if row.get("scheme"):
+        if not _is_of(row, scheme):
             continue
         if not (is_number(row["dense_ms"]) and is_number(row["times_dense"]) and row["times_dense"] > 0):
             continue
         source = f"{document.source}, rows[{index}]"
-        sparse = row["dense_ms"] / row["times_dense"]
-        found.append(
-            Product(row["n"], row["k"], row["tokens"], row["dense_ms"], sparse, 2, _gpu(document), source)
-        )
+        both = row["dense_ms"], row["dense_ms"] / row["times_dense"]
+        found.append(Product(row["n"], row["k"], row["tokens"], *both, 2, _gpu(document), source, scheme))
     return found
 
 

@@ -44,7 +44,7 @@ class Quality:
 
 
 def speed_of(subject: Subject) -> Speed | None:
-    machines = by_machine(products_of(subject.documents)).values()
+    machines = by_machine(products_of(subject.documents, subject.scheme)).values()
     own = (matched(kinds_of(subject.layers), products) for products in machines)
     found = next((kinds for kinds in own if kinds), {})
     ratios = []
