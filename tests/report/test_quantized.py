@@ -10,7 +10,7 @@ from twofour.report.page import report
 from twofour.report.times import packed_share
 
 from .html_reader import Reader
-from .models_to_report import layer_names, products, quantized_model, recorded_model, write
+from .models_to_report import end_to_end, layer_names, products, quantized_model, recorded_model, write
 
 LAYERS = {"layers.0.proj": (640, 640), "layers.1.proj": (640, 640)}
 
@@ -124,3 +124,16 @@ def test_shares_of_packed_weights():
     shares = [packed_share(2, scheme_named(name)) for name in ("int8", "fp8", "int4")]
     assert shares == [5 / 16, 5 / 16, 3 / 16 + 1 / 128]
     assert packed_share(4, None) == 17 / 32
+
+
+def test_a_whole_model_in_8_and_4_bits_is_drawn(tmp_path):
+    directory = quantized_model(tmp_path / "m", layer_names(), "fp8")
+    document = end_to_end()
+    rows = [row for row in document["end_to_end"] if "error" not in row]
+    for row, contender in zip(rows, ("dense", "fp8", "int4"), strict=True):
+        row["contender"] = contender
+    write(directory / "reports" / "end-to-end.json", document | {"end_to_end": rows})
+    report([directory], tmp_path / "page.html")
+    drawn = (tmp_path / "page.html").read_text().partition("Every row")[0]
+    assert "6.40 ms · 1.25×" in drawn
+    assert "5.00 ms · 1.60×" in drawn

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from twofour.quantize.schemes import SCHEMES
 from twofour.report.content import Figure, Missing, Section, Table
 from twofour.report.documents import Document
 from twofour.report.figures import NONE, count, duration, is_number, number, shape, size, times
@@ -271,7 +272,7 @@ def _end_to_end(document: Document) -> Figure:
         where = f"{row['what']} {row['batch']}×{row['tokens']}, {row['mode']}, {row.get('attention', 'sdpa')}"
         cases.setdefault(where, []).append((index, row))
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    shown = [c for c in ("dense", "twofour", "fused", "fast") if c in contenders] or contenders
+    shown = [c for c in ("dense", "twofour", "fused", "fast", *SCHEMES) if c in contenders] or contenders
     colours = {c: (DENSE if c == "dense" else number) for number, c in enumerate(shown)}
     groups = []
     table = []
