@@ -288,5 +288,5 @@ def require_two_four(weight: Tensor, layer: str | None) -> None:
             f"row {first.row}, group {first.group} (columns {4 * first.group} to "
             f"{4 * first.group + len(first.values) - 1}) keeps {first.kept} of 4 weights, and 2:4 allows 2.",
             layer=layer,
-            hint="Prune it first, or round jointly with pruning.",
+            hint="Prune it first, or do both at once with `twofour prune --scheme`.",
         )
