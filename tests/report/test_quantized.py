@@ -7,7 +7,7 @@ import pytest
 from twofour.quantize.schemes import scheme_named
 from twofour.report.figures import number as shown
 from twofour.report.page import report
-from twofour.report.times import packed_share
+from twofour.report.times import moved_bytes
 
 from .html_reader import Reader
 from .models_to_report import end_to_end, layer_names, products, quantized_model, recorded_model, write
@@ -120,10 +120,33 @@ def test_a_joint_sweep_has_one_error_for_both(tmp_path):
     assert "rounding-errors" not in found["sections"]
 
 
-def test_shares_of_packed_weights():
-    shares = [packed_share(2, scheme_named(name)) for name in ("int8", "fp8", "int4")]
-    assert shares == [5 / 16, 5 / 16, 3 / 16 + 1 / 128]
-    assert packed_share(4, None) == 17 / 32
+def test_bytes_of_packed_weights():
+    """256 × 1024 weights, one token in and out in 16 bits: 5 bits a weight, 3, and what scales take."""
+    weights, token = 256 * 1024, 2 * (256 + 1024)
+    scales = {"int8": 2 * 256, "fp8": 2 * 256, "int4": 2 * 256 * 1024 / 128}
+    for name, bits in (("int8", 5), ("fp8", 5), ("int4", 3)):
+        moved = moved_bytes(256, 1024, 1, 2, packed=True, scheme=scheme_named(name))
+        assert moved == weights * bits / 8 + scales[name] + token
+    assert moved_bytes(256, 1024, 1, 2, packed=True) == weights * 9 / 8 + token
+    assert moved_bytes(256, 1024, 1, 4, packed=False) == weights * 4 + 2 * token
+
+
+def test_models_of_other_schemes_each_have_their_own_figure(tmp_path):
+    """Though their layers and the document of times are the same."""
+    directories = [
+        quantized_model(tmp_path / name, layer_names(), name, group, calib="c4.jsonl")
+        for name, group in (("int4", 128), ("fp8", None))
+    ]
+    both = products()
+    for name, group, faster in (("int4", 128, 4.0), ("fp8", None, 2.5)):
+        both["products"] = both["products"] + in_scheme(name, group, faster, 1.5)["products"]
+    document = write(tmp_path / "rows.json", both)
+    found = report(directories, tmp_path / "page.html", documents=[document])
+    assert "4.00× dense at 1 token" in found["verdicts"]["int4"]
+    assert "2.50× dense at 1 token" in found["verdicts"]["fp8"]
+    text = Reader((tmp_path / "page.html").read_text(encoding="utf-8")).text
+    assert "Layers of int4" in text
+    assert "Layers of fp8" in text
 
 
 def test_a_whole_model_in_8_and_4_bits_is_drawn(tmp_path):

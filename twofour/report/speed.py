@@ -21,7 +21,6 @@ from twofour.report.times import (
     ceilings_of,
     matched,
     moved_bytes,
-    packed_share,
     products_of,
     telling,
     whole_model,
@@ -111,8 +110,8 @@ def _roofline(
             for tokens in UNMEASURED_TOKENS:
                 flops = 2.0 * kind.rows * kind.columns * tokens
                 places = []
-                for points, share, height in ((dense, 1.0, 1), (sparse, packed_share(2, scheme), faster)):
-                    moved = moved_bytes(kind.rows, kind.columns, tokens, 2, share)
+                for points, packed, height in ((dense, False, 1), (sparse, True, faster)):
+                    moved = moved_bytes(kind.rows, kind.columns, tokens, 2, packed=packed, scheme=scheme)
                     roof = min(ceilings.gb_s / 1e3 * flops / moved, ceilings.tflops * height)
                     words = f"{labels[kind.pattern]} {shape(kind.shape)}, {count(tokens, 'token')}"
                     points.append(Point(flops / moved, roof, f"{words}: at most {number(roof)} TFLOP/s"))

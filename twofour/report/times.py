@@ -6,6 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from twofour.bench.contenders import dense_bytes, packed_bytes
+from twofour.bench.quantized_contenders import quantized_bytes
 from twofour.quantize.schemes import Scheme
 from twofour.report.documents import Document
 from twofour.report.figures import is_number
@@ -15,8 +19,6 @@ from twofour.report.layers import Kind, fused_kinds
 OURS = "twofour"
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-#: Bits of a value. Half of them are kept, and a group of four has four bits for their places.
-CODE_BITS = {"int8": 8, "fp8": 8, "int4": 4}
 
 #: For documents of `tune` from before it named its GPU.
 UNNAMED = "a GPU that the document does not name"
@@ -51,8 +53,8 @@ class Product:
 
     def moved(self, *, packed: bool) -> float:
         """Bytes that must move at least: the weight, x and y once each."""
-        share = packed_share(self.width, self.scheme) if packed else 1.0
-        return moved_bytes(self.rows, self.columns, self.tokens, self.width, share)
+        shape = self.rows, self.columns, self.tokens, self.width
+        return moved_bytes(*shape, packed=packed, scheme=self.scheme)
 
 
 @dataclass(frozen=True)
@@ -63,19 +65,12 @@ class Ceilings:
     source: str
 
 
-def packed_share(width: int, scheme: Scheme | None) -> float:
-    """Bits of a packed 2:4 weight over those of a dense one of so many bytes.
-
-    >>> packed_share(2, None)
-    0.5625
-    """
-    bits = 8 * width if scheme is None else CODE_BITS[scheme.codes]
-    scales = 16 / scheme.group if scheme is not None and scheme.group else 0.0
-    return (bits / 2 + 1 + scales) / (8 * width)
-
-
-def moved_bytes(rows: int, columns: int, tokens: int, width: int, share: float = 1.0) -> float:
-    return rows * columns * width * share + tokens * (rows + columns) * width
+def moved_bytes(
+    rows: int, columns: int, tokens: int, width: int, *, packed: bool, scheme: Scheme | None = None
+) -> float:
+    dtype = torch.float32 if width == 4 else torch.bfloat16
+    weight_bytes = dense_bytes if not packed else quantized_bytes(scheme) if scheme else packed_bytes
+    return weight_bytes(rows, columns, dtype) + tokens * (rows + columns) * width
 
 
 def products_of(documents: Iterable[Document], scheme: Scheme | None = None) -> list[Product]:
