@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twofour.bench.random_codes import random_codes
-from twofour.kernels import hopper, hopper_choices, hopper_launch, hopper_source, token_codes, widen
+from twofour.kernels import hopper, hopper_choices, hopper_source, token_codes, widen
 from twofour.packed import FOUR_BIT, unpack
 from twofour.quantize.schemes import SCHEMES
 
@@ -79,14 +79,12 @@ def test_widening_compiles(architecture, codes, dtype, scales, streamed, tmp_pat
 
 
 def tile_of_positions(meta: torch.Tensor, step: int) -> bytes:
-    """64 rows × 64 bytes, those of 512 columns, as the copy engine puts them down: of every 16 rows those
-    with even numbers first, and under the swizzle of 64 bytes the bits 4 and 5 of an address are turned
-    where bits 7 and 8 are set."""
+    """64 rows × 64 bytes, those of 512 columns, as the copy engine puts them down: under its swizzle of
+    64 bytes the bits 4 and 5 of an address are turned where bits 7 and 8 are set."""
     tile = bytearray(64 * 64)
     for row in range(64):
-        place = row // 16 * 16 + row % 2 * 8 + row % 16 // 2
         for byte in range(64):
-            at = 64 * place + byte
+            at = 64 * row + byte
             tile[at ^ (at >> 7 & 3) << 4] = int(meta[row, 64 * (step // 4) + byte])
     return bytes(tile)
 
@@ -127,42 +125,19 @@ def test_positions_reach_the_instruction_in_its_order():
         for half in range(2):
             read = positions_that_wgmma_reads([both[half] for both in words])
             assert len(read) == 64 * 16
-            for (place, group), places in read.items():
-                row = place // 16 * 16 + place % 8 * 2 + place // 8 % 2
+            for (row, group), places in read.items():
                 column = 128 * step + 64 * half + 4 * group
                 kept = tuple(weight[row, column : column + 4].nonzero().flatten().tolist())
                 assert places == kept, (row, column)
 
 
-def test_a_copy_takes_every_second_row(monkeypatch):
-    """So that the two rows of which wgmma leaves a thread the sums, 8 apart, are neighbours in y."""
-    described = {}
-
-    def describe(at, element, address, sizes, strides, box, swizzle):
-        described[at] = (sizes, strides, box, swizzle)
-
-    monkeypatch.setattr(hopper_launch, "_describe", describe)
-    hopper_launch._describe_rows(0, INT8, 0, 48, 1024, 1024, 64, 128, 2, hopper_launch._SECONDS)
-    (columns, *counts), strides, (wide, *box), swizzle = described[0]
-    assert (columns, wide, swizzle, 8 * 2 * counts[2]) == (1024, 64, 2, 48)
-    assert (box[0], box[1], box[2] * 16) == (8, 2, 128)
-    rows = [
-        (a * strides[0] + b * strides[1] + c * strides[2]) // 1024
-        for c in range(counts[2])
-        for b in range(box[1])
-        for a in range(box[0])
-    ]
-    assert rows[:16] == [0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15]
-    assert sorted(rows) == list(range(48))
-
-
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("n", [1000, 1004, 1008])
-def test_rows_that_come_in_no_sixteens_go_to_the_kernel_for_few_tokens(n, gated):
+def test_rows_that_come_in_no_eights_go_to_the_kernel_for_few_tokens(n, gated):
     configs = [hopper_choices.guess8(n, 4096, 2048, gated=gated), *hopper_choices.configs8(2048, n)]
     for config in configs:
-        assert isinstance(config, hopper.Decode8) or n % 16 == 0
-    assert any(isinstance(config, hopper.Prefill8) for config in configs) == (n % 16 == 0)
+        assert isinstance(config, hopper.Decode8) or n % 8 == 0
+    assert any(isinstance(config, hopper.Prefill8) for config in configs) == (n % 8 == 0)
 
 
 def test_every_candidate_for_many_tokens_fits_the_multiprocessor():

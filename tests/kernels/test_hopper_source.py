@@ -51,9 +51,10 @@ def test_compiles_without_spills_or_serialised_products(config, activation, code
     ran = subprocess.run([*command, "kernel.cu"], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert re.search(r"C75\d\d", ran.stderr) is None  # ptxas' warnings that wgmma is serialised
-    # The erf of gelu wants more registers than the sums of a large tile leave; that is at the tile's end.
+    # The erf of gelu wants more registers than the sums of a large tile leave, and what three warpgroups and
+    # more keep for a tile's end has no room beside the sums either; both are outside the loop of products.
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", ran.stderr))
-    assert spilled <= (64 if activation == "gelu" else 4 if ordered else 0)
+    assert spilled <= (64 if activation == "gelu" else 32 if config.warpgroups > 2 else 0)
     assert f"m64n{config.tokens}k{64 if codes else 32}" in source
 
 
@@ -68,7 +69,7 @@ def test_every_candidate_fits_the_multiprocessor():
                 assert config.threads * (config.tokens // 2 + 40) <= 65536  # registers
                 assert hopper.from_dict(hopper.as_dict(config)) == config
                 if isinstance(config, hopper.Prefill):
-                    assert n % 16 == 0
+                    assert n % 8 == 0
                     assert config.a_stages >= 3 <= config.b_stages
                     assert config.tokens % (8 * config.cluster) == 0  # whole swizzled rows for each block
                 else:
@@ -192,20 +193,41 @@ def test_positions_in_cusparselts_order_give_the_same_words():
         assert words == words_that_the_kernel_loads(meta, step64)
 
 
-def test_positions_of_every_second_row_in_cusparselts_order_give_the_same_words():
-    """Of 16 rows those with even numbers are multiplied as the first eight (SECONDS)."""
-    weight = torch.randn(64, 256)
-    meta = pack(weight.where(keep_best(weight.abs()), 0)).meta
-    ordered = in_order(meta)
-    rows = torch.arange(64).reshape(4, 8, 2).transpose(1, 2).flatten()
-    for step64 in range(4):
-        words = []
-        for thread in range(128):
-            warp, lane = thread // 32, thread % 32
-            row = lane // 4 * 2
-            chunks = ordered[0, 2 * step64 + lane % 4 // 2, warp]
-            words.append(word_in_order([chunks[row % 8], chunks[row % 8 + 1]], lane % 4, row // 8))
-        assert words == words_that_the_kernel_loads(meta[rows], step64)
+@pytest.mark.parametrize(
+    ("config", "gated"),
+    [
+        *itertools.product((hopper.Prefill(256), hopper.Prefill(64, cluster=1)), (False, True)),
+        *itertools.product((hopper.Prefill(192, 3), hopper.Prefill(128, 4)), (False, True)),
+        *itertools.product((hopper.Prefill8(256), hopper.Prefill8(256, 3)), (False, True)),
+    ],
+)
+def test_sums_leave_for_their_rows_and_tokens(config, gated):
+    """What tiles_sm90.cuh puts down for the copy engine, as stmatrix and the engine's swizzle see it."""
+    pitch, wide = (64, 32) if gated else (128, 64)  # bytes of a token, and rows of y
+    places = 128 * config.tokens // (config.warpgroups * pitch * config.leaving)
+    assert places >= 1
+    assert config.warpgroups * places * pitch * config.leaving <= 128 * config.tokens  # the place of one x
+    tile = {}  # 16 bits at an address, which are named by their row of the warpgroup's and their token
+    for warp, j in itertools.product(range(4), range(0, config.leaving // 8, 2)):
+        # A lane of a fragment of 8 × 8 has row lane // 4 and tokens 2·(lane % 4) and the next; transposed,
+        # each row of the matrix that is stored is a token. The first 16 or 32 lanes name where these are.
+        fragments = [(8 * warp, 8 * (j + i)) for i in range(2)]
+        if not gated:
+            fragments = [(16 * warp + 8 * i, 8 * (j + k)) for k in range(2) for i in range(2)]
+        for lane in range(8 * len(fragments)):
+            if gated:
+                chunk, token = warp ^ lane % 8 // 2, lane % 16
+            else:
+                chunk, token = (2 * warp + lane // 8 % 2) ^ lane % 8, lane // 16 * 8 + lane % 8
+            row, first = fragments[lane // 8]
+            for i in range(8):
+                at = 8 * j * pitch + token * pitch + chunk * 16 + 2 * i
+                assert at not in tile
+                tile[at] = row + i, first + lane % 8
+    assert len(tile) == wide * config.leaving
+    for token, row in itertools.product(range(config.leaving), range(wide)):
+        at = token * pitch + 2 * row
+        assert tile[at ^ (at >> 7 & (3 if gated else 7)) << 4] == (row, token)
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])

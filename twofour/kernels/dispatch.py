@@ -254,7 +254,7 @@ def worth_keeping_dense(n: int, k: int, dtype: torch.dtype, device: int) -> bool
 
 def has_own_kernel(n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a kernel of ours is written for many tokens on this GPU, so that cuSPARSELt is no must."""
-    return hopper.why_not(device, dtype, n, k) is None and n % 16 == 0
+    return hopper.why_not(device, dtype, n, k) is None and n % 8 == 0
 
 
 def why_not(backend: str, product: Product) -> str | None:

@@ -207,6 +207,11 @@ class Prefill:
         return 64 * self.warpgroups * (self.a_stages * 128 + self.e_stages * self.position_bytes)
 
     @property
+    def leaving(self) -> int:
+        """Tokens whose sums leave at a time, as in cuda/tiles_sm90.cuh."""
+        return 32 if self.warpgroups > 2 else self.tokens // 2
+
+    @property
     def x_box(self) -> int:
         return self.tokens // self.cluster
 

@@ -20,25 +20,25 @@ from twofour.kernels.hopper import (
 )
 
 
-def configs(tokens: int, n: int = 16) -> list[Config]:
+def configs(tokens: int, n: int = 8) -> list[Config]:
     """Candidates for a number of tokens. `n`: rows, of both matrices if gated."""
     small = tokens <= 768 or (
         tokens <= 2048 and n <= 2048
     )  # not enough large tiles for every block to have one
-    few: list[Config] = list(_decode_configs(tokens)) if small or n % 16 else []
-    many: list[Config] = list(_prefill_configs(tokens)) if tokens > 64 and n % 16 == 0 else []
+    few: list[Config] = list(_decode_configs(tokens)) if small or n % 8 else []
+    many: list[Config] = list(_prefill_configs(tokens)) if tokens > 64 and n % 8 == 0 else []
     return list(dict.fromkeys(few + many))
 
 
-def configs8(tokens: int, n: int = 16) -> list[Decode8 | Prefill8]:
+def configs8(tokens: int, n: int = 8) -> list[Decode8 | Prefill8]:
     """Candidates for products of codes."""
     few: list[Decode8 | Prefill8] = []
-    if tokens <= 256 or n % 16:
+    if tokens <= 256 or n % 8:
         room = _room(tokens)
         heights = (1, 2, 3, 4) if tokens <= 64 else (1, 2, 4)
         for resident, warpgroups, split, step in itertools.product((2, 1), heights, (1, 2, 4), (256, 512)):
             few += [c] if (c := _fit8(room, warpgroups, split, step, resident)) else []
-    if tokens <= 32 or n % 16:
+    if tokens <= 32 or n % 8:
         return list(dict.fromkeys(few))
     many = [Prefill8(**asdict(config)) for config in _prefill_configs(tokens) if config.warpgroups == 2]
     if tokens > 128:  # x is read for more rows at a time
@@ -133,7 +133,7 @@ def guess8(n: int, k: int, tokens: int, processors: int = 132, gated: bool = Fal
 def guess(n: int, k: int, tokens: int, processors: int = 132, gated: bool = False) -> Config:
     """A good configuration for a shape that was not measured, after those that were (benchmarks/LOG.md)."""
     rows = 2 * n if gated else n
-    if tokens > 128 and rows % 16 == 0:
+    if tokens > 128 and rows % 8 == 0:
         return _least_cycles(rows, k, tokens, processors)
     room = _room(tokens)
     if tokens > room:

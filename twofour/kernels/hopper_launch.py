@@ -31,7 +31,6 @@ _ELEMENT = {
 }  # CUtensorMapDataType
 _WORDS = 2  # CU_TENSOR_MAP_DATA_TYPE_UINT32
 _SWIZZLE_64, _SWIZZLE_128 = 2, 3
-_PLAIN, _GATED, _SECONDS = "plain", "gated", "every second"  # in which order a copy takes rows
 _MARK = int.from_bytes(os.urandom(8), "little") | 1  # not found in memory by chance, and not zero
 _KEPT_LAUNCHES = 4096  # of one shape: more than any model has layers, few enough to forget a lost model's
 
@@ -72,12 +71,13 @@ class Launches:
         `ordered`: positions lie as cuSPARSELt wants them (packed.py)."""
         self.n, self.k, self.config, self.device, self.early = n, k, config, device, early
         self.dtype = codes or dtype  # of both operands; with weights of 4 bits that of x
+        self.out_dtype = dtype
         self.gated, self.ordered = activation is not None, ordered
         together = ROWS if isinstance(config, Decode4) else 8
         if self.gated and not (config.gates and n % together == 0):
             raise ValueError(f"{config} cannot end in a gated activation of {n} features")
-        if isinstance(config, Prefill) and not self.gated and n % 16:
-            raise ValueError(f"{config} needs a multiple of 16 rows, not {n}")
+        if isinstance(config, Prefill) and n % 8:
+            raise ValueError(f"{config} needs a multiple of 8 rows, not {n}")
         self.function = nvrtc.load(
             source(config, dtype, activation, codes, ordered),
             ARCHITECTURE,
@@ -135,7 +135,7 @@ class _Launch:
         rows = 64 * config.warpgroups
         self.lock = threading.Lock()
         self.device = torch.device("cuda", of.device)
-        self.memory = ctypes.create_string_buffer(4 * 128)
+        self.memory = ctypes.create_string_buffer(5 * 128)
         maps = -(-ctypes.addressof(self.memory) // 128) * 128
         # y, bias, scales of rows and tokens, memory for sums of parts and the mark that they are there, and
         # the weight itself
@@ -146,14 +146,13 @@ class _Launch:
                 (_SWIZZLE_64, _SWIZZLE_64) if isinstance(config, Prefill8) else (_SWIZZLE_128, 0)
             )
             box, pitch = config.value_bytes // dtype.itemsize, k // 2 * dtype.itemsize
-            order = _GATED if of.gated else _SECONDS if isinstance(config, Prefill) else _PLAIN
-            _describe_rows(maps, dtype, values, n, k // 2, pitch, box, rows, swizzle, order)
+            _describe_rows(maps, dtype, values, n, k // 2, pitch, box, rows, swizzle, of.gated)
             columns = 8 * config.position_bytes
             if of.ordered:
                 _describe_ordered(maps + 128, meta, n, k, columns, rows, of.gated)
             else:
                 of_rows = (n, k // 8, k // 8, config.position_bytes, rows)
-                _describe_rows(maps + 128, torch.uint8, meta, *of_rows, of_positions, order)
+                _describe_rows(maps + 128, torch.uint8, meta, *of_rows, of_positions, of.gated)
         self.config, self.room, self.resident = config, config.tokens, of.resident
         self.row_units, self.steps = config.row_units(2 * n if of.gated else n), -(-k // config.step)
         self.tiles = 0  # of the last call, and how these are shared out
@@ -163,14 +162,18 @@ class _Launch:
         self.numbers = (ctypes.c_int * 9)(n, 0, self.steps, self.row_units, 1, config.grouped, 0, 1, k)
         at, number = ctypes.addressof(self.pointers), ctypes.addressof(self.numbers)
         weight = [at + 48, at + 56] if four_bit else [maps, maps + 128]
-        where = [*weight, maps + 256, at, at + 8, number, number + 4]
-        if isinstance(config, Prefill):  # Work and Parts of cuda/tiles_sm90.cuh
+        slices = config.step // 64 if four_bit else None
+        self.describe_x = _tokens_describer(maps + 256, dtype, k, 128, config.x_box, slices)
+        self.describe_y = None
+        if isinstance(config, Prefill):  # y leaves by the copy engine; Work and Parts of cuda/tiles_sm90.cuh
+            wide = 64 if of.gated else 128
+            self.describe_y = _tokens_describer(maps + 384, of.out_dtype, n, wide, config.leaving)
+            where = [*weight, maps + 256, maps + 384, at + 8, number, number + 4]
             where += [number + 8, at + 32, at + 16, at + 24]
         else:  # with k in the place of the tokens' scales where weights have 4 bits
+            where = [*weight, maps + 256, at, at + 8, number, number + 4]
             where += [*range(number + 8, number + 24, 4), at + 16, number + 32 if four_bit else at + 24]
         self.arguments = (ctypes.c_void_p * len(where))(*where)
-        slices = config.step // 64 if four_bit else None
-        self.describe_x = _x_describer(maps + 256, dtype, k, config.x_box, slices)
         self.run = nvrtc.launcher(
             of.function, of.threads, config.shared_bytes, self.arguments, early=of.early
         )
@@ -181,6 +184,8 @@ class _Launch:
         tiles = -(-tokens // self.room)
         with self.lock:  # the driver copies the arguments before it returns
             self.describe_x(x, tokens)
+            if self.describe_y is not None:
+                self.describe_y(out, tokens)
             pointers, numbers = self.pointers, self.numbers
             if tiles != self.tiles:
                 self.tiles = tiles
@@ -195,35 +200,38 @@ class _Launch:
             self.run(self.shares.blocks, stream)
 
 
-def _x_describer(at: int, dtype: torch.dtype, k: int, box_tokens: int, slices: int | None) -> Any:
-    """A call (address, tokens) that describes x at `at`, with all that does not change made once.
+def _tokens_describer(
+    at: int, dtype: torch.dtype, columns: int, wide: int, box_tokens: int, slices: int | None = None
+) -> Any:
+    """A call (address, tokens) that describes x or y at `at`, with all that does not change made once.
 
-    A copy takes 128 bytes of so many tokens, and with `slices` so many times, one slice after the other.
+    A copy takes `wide` bytes (64 or 128) of so many tokens, and with `slices` so many times, one slice after
+    the other.
     """
     encode = nvrtc.driver().cuTensorMapEncodeTiled
-    wide = 128 // dtype.itemsize
-    first, pitches, boxes = [k, 0], [dtype.itemsize * k], [wide, box_tokens]
+    count = wide // dtype.itemsize
+    first, pitches, boxes = [columns, 0], [dtype.itemsize * columns], [count, box_tokens]
     if slices:
-        first, pitches, boxes = [wide, 0, k // wide], [*pitches, 128], [*boxes, slices]
+        first, pitches, boxes = [count, 0, columns // count], [*pitches, wide], [*boxes, slices]
     rank = len(first)
     sizes, pitch = (ctypes.c_uint64 * rank)(*first), (ctypes.c_uint64 * (rank - 1))(*pitches)
     box, ones = (ctypes.c_uint32 * rank)(*boxes), (ctypes.c_uint32 * rank)(*[1] * rank)
-    target, address_of_x, last = ctypes.c_void_p(at), ctypes.c_void_p(), (0, 0)
-    element, swizzle = _ELEMENT[dtype], _SWIZZLE_128
+    target, where, last = ctypes.c_void_p(at), ctypes.c_void_p(), (0, 0)
+    element, swizzle = _ELEMENT[dtype], _SWIZZLE_128 if wide == 128 else _SWIZZLE_64
 
-    def describe_x(address: int, tokens: int) -> None:
+    def describe(address: int, tokens: int) -> None:
         nonlocal last
         if last == (address, tokens):
             return
         sizes[1] = tokens
-        address_of_x.value = address
-        given = (target, element, rank, address_of_x, sizes, pitch, box, ones, 0, swizzle, 2, 0)
+        where.value = address
+        given = (target, element, rank, where, sizes, pitch, box, ones, 0, swizzle, 2, 0)
         status = encode(*given)
         if status:
             nvrtc.try_again(status, "cuTensorMapEncodeTiled", encode, *given)
         last = (address, tokens)
 
-    return describe_x
+    return describe
 
 
 def _describe_rows(
@@ -236,22 +244,18 @@ def _describe_rows(
     box_columns: int,
     box_rows: int,
     swizzle: int,
-    order: str,
+    gated: bool,
 ) -> None:
     """Describe a row-major matrix of `pitch` bytes a row at `at`, for copies of box_rows × box_columns.
 
     A gated one has 2n rows, and a copy takes eight of the first n and eight of the others in turns: the
-    dimensions, fastest first, are the column, the row within eight, which half, and which eight. Or it takes
-    of every 16 rows first those with even numbers, then the others.
+    dimensions, fastest first, are the column, the row within eight, which half, and which eight.
     """
     sizes: tuple[int, ...] = (columns, n)
     strides: tuple[int, ...] = (pitch,)
     box: tuple[int, ...] = (box_columns, box_rows)
-    if order == _GATED:
+    if gated:
         sizes, strides = (columns, 8, 2, n // 8), (pitch, n * pitch, 8 * pitch)
-    elif order == _SECONDS:
-        sizes, strides = (columns, 8, 2, n // 16), (2 * pitch, pitch, 16 * pitch)
-    if order != _PLAIN:
         box = (box_columns, 8, 2, box_rows // 16)
     _describe(at, _ELEMENT[dtype], address, sizes, strides, box, swizzle)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from twofour.kernels import nvrtc
-from twofour.kernels.hopper import Config, Decode, Decode4, Prefill, Prefill8, why_not
+from twofour.kernels.hopper import Config, Decode, Decode4, Prefill8, why_not
 from twofour.kernels.nvrtc import cuda_text
 
 ARCHITECTURE = "sm_90a"
@@ -61,7 +61,6 @@ def source(
         "GATED": ACTIVATIONS[activation],
         "CODES": number,
         "ORDERED": int(ordered),
-        "SECONDS": int(isinstance(config, Prefill)),
         "COLUMNS": 8 * config.position_bytes,
     }
     if isinstance(config, Decode):

@@ -2,8 +2,7 @@
 // file that says ROWS, the rows of a block. COLUMNS is how many columns of them are copied at a time.
 //
 // A word serves two steps of 32 columns: lanes 0 and 1 of a quad the first, 2 and 3 the second; a lane has 16 columns, of
-// `row` (the low half) and of `row` + 8 (the high one), with GATED of a row of the gate and of the one beside, with SECONDS of
-// an even row and of the next (see Outgoing in tiles_sm90.cuh).
+// `row` (the low half) and of `row` + 8 (the high one), with GATED of a row of the gate and of the one beside.
 //
 // They lie in one of two orders. As in a checkpoint: row by row, four bits a group. Or, with ORDERED, as cuSPARSELt wants them,
 // so that one set serves both. 64 rows × 32 columns are then 256 bytes, [rows / 16][rows % 8][8 bytes], and byte 2i + b of the
@@ -15,7 +14,7 @@
 constexpr int E_PITCH = COLUMNS / 8;  // bytes of a row
 __device__ __forceinline__ void copy_positions(u32 to, const TensorMap* map, int column, int block, u32 barrier,
                                                u64 policy) {
-#if GATED || SECONDS
+#if GATED
   copy_pairs(to, map, column / 8, block * (ROWS / 16), barrier, policy);
 #else
   copy_tile(to, map, column / 8, block * ROWS, barrier, policy);
@@ -59,10 +58,6 @@ __device__ __forceinline__ u32 places_of(const char* tile, int column) {
   const char* at = tile + (piece * (COLUMNS / 32) + step) * E_STEP + half * 128 + row % 32 / 16 * 64 + row % 8 * 8;
   const int high = row / 8 % 2 * 4;
   return __byte_perm(side_by_side(bytes_of(at) >> high), side_by_side(bytes_of(at + E_MATRIX) >> high), 0x6420);
-#elif SECONDS
-  const int row = lane / 4 * 2, high = row / 8 * 4;
-  const char* at = tile + (warp / 4 * (COLUMNS / 32) + step) * E_STEP + warp % 4 * 64 + row % 8 * 8;
-  return __byte_perm(side_by_side(bytes_of(at) >> high), side_by_side(bytes_of(at + 8) >> high), 0x6420);
 #else
   const char* at = tile + (warp / 4 * (COLUMNS / 32) + step) * E_STEP + warp % 4 * 64 + lane / 4 * 8;
   const u32 bytes = bytes_of(at);

@@ -2,7 +2,8 @@
 //
 // The plan is prefill_sm90.cu's: blocks that stay and take tile after tile, a cluster whose blocks share the tokens' tile,
 // one copying warp. What differs: values and x of 128 columns make up one stage, and there is one ring of them. Positions
-// of 512 columns, 64 bytes a row, have a ring of their own. And sums do not turn in shared memory on their way to y.
+// of 512 columns, 64 bytes a row, have a ring of their own. And sums leave by the copy engine, from where the last x of
+// their tile was, while the next tile's products run.
 //
 // Products of 8 bits are so short that copies and products take about the same time, and neither hides anything else: the
 // wait for a stage and for its positions must lie under products that run (benchmarks/LOG.md: a tenth of the time and more).
@@ -11,7 +12,7 @@
 //
 // Compiled per configuration: TOKENS, AT_ONCE (tokens of one instruction), WARPGROUPS, CLUSTER, STAGES, E_STAGES, GATED (see
 // decode_sm90.cu), CODES (1 e4m3, 2 int8) and FP16 or bf16, the type of y; WGMMA(…) is generated, tiles_sm90.cuh comes first.
-// n must be a multiple of 16 (of 8 where GATED), k of 128.
+// n must be a multiple of 8, k of 128.
 
 constexpr int A_BYTES = ROWS * 64;                // 64 values, that is 128 columns, of each row
 constexpr int B_BYTES = TOKENS * 128;             // 128 columns of x
@@ -26,6 +27,8 @@ constexpr int E_BYTES = ROWS * E_PITCH;
 // and 32. With four an instruction may still not have more sums than 128 registers have room for: two share the tokens.
 constexpr int THREADS = CONSUMERS + 128, REGISTERS = WARPGROUPS > 2 ? 160 : 224, LEFT = WARPGROUPS > 2 ? 32 : 56;
 
+static_assert(STAGES > 2, "a tile begins while a stage is still in use for sums of the one before");
+
 // A shared-memory matrix of 64-byte rows under the 64-byte swizzle: 8 rows are 512 bytes.
 __device__ __forceinline__ u64 descriptor_64(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(512 >> 4) << 32 | (u64)2 << 62;
@@ -33,7 +36,7 @@ __device__ __forceinline__ u64 descriptor_64(u32 address) {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
-         const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
+         const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const u16* __restrict__ bias, int n, int tokens,
          const Work work, const Parts parts, const u16* __restrict__ row_scale, const float* token_scale) {
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which write into each other's shared memory.
@@ -51,6 +54,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     prefetch_map(&values);
     prefetch_map(&positions);
     prefetch_map(&x);
+    prefetch_map(&y);
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(shared_address(&full[s]), 1);
       barrier_init(shared_address(&empty[s]), WARPGROUPS * CLUSTER);
@@ -74,7 +78,11 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
         asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(often));
       auto copy_rows = [&](u32 to, const TensorMap* map, int column, int rows, u32 barrier) {
-        copy_pairs(to, map, column, rows * (ROWS / 16), barrier, policy);  // every second row, or rows of two matrices
+#if GATED
+        copy_pairs(to, map, column, rows * (ROWS / 16), barrier, policy);
+#else
+        copy_tile(to, map, column, rows * ROWS, barrier, policy);
+#endif
       };
       Ring<E_STAGES> e;  // the buffer of positions to be filled next
       auto copy_weights = [&](int stage, int rows, int step) {
@@ -157,9 +165,9 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     if (step % E_STEPS == E_STEPS - 1) e.advance();
     barrier_wait(shared_address(&full[now.stage]), now.phase);
   };
-  // 128 columns, as two products. While they and those before run, the next stage is waited for and its positions are
-  // fetched, so that nothing is left to do between the end of those before and the next ones. Three sets of positions:
-  // of the products before, of these, and of the next.
+  // 128 columns, as two products. When those before have ended their stage is free at once; then, while these run, the next
+  // stage is waited for and its positions are fetched. Three sets of positions: of the products before, of these, and of
+  // the next.
   auto multiply = [&](int step, int steps, u32(&before)[2], u32(&places)[2], u32(&next)[2]) {
     const u32 a = a_first + now.stage * (STAGE_BYTES >> 4), b = b_first + now.stage * (STAGE_BYTES >> 4);
     hold();
@@ -172,7 +180,6 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     const int done = now.before();
     now.advance();
-    if (step + 1 < steps) fetch(step + 1, next);
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     hold();
     asm volatile("" : "+r"(before[0]), "+r"(before[1]), "+r"(places[0]), "+r"(places[1])::"memory");
@@ -180,16 +187,18 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
       release(done);
       if (step % E_STEPS == 0) release_positions();
     }
+    if (step + 1 < steps) fetch(step + 1, next);
   };
 
-  // Scales of a tile's tokens are asked for at its beginning, and put where all threads of the warpgroup find them at its
-  // end, each by one thread.
+  // Scales of a tile's tokens are asked for at its beginning, each by one thread. When its first products run they are put where
+  // all threads of the warpgroup find them.
   constexpr int EACH = (TOKENS + 127) / 128;
   const int member = threadIdx.x % 128;
-  auto everyone = [&]() { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); };
+  int leaving = -1;  // the stage from which sums are on their way
   asm volatile("griddepcontrol.wait;" ::: "memory");  // they are the work of the kernel before
+  Piece following(blockIdx.x / CLUSTER, work, rank);
   for (int number = blockIdx.x / CLUSTER; number < pieces; number += clusters) {
-    const Piece piece(number, work, rank);
+    const Piece piece = AHEAD ? following : Piece(number, work, rank);
     const Unit& at = piece.at;
     const int steps = piece.steps;
     float coming[EACH];
@@ -198,12 +207,21 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
       const int token = member + 128 * j;
       coming[j] = token < TOKENS && at.token + token < tokens ? load_fresh(token_scale + at.token + token) : 1.f;
     }
-    const Outgoing out(at, bias, row_scale, n);
+    Outgoing out;
+    if (AHEAD) out.ask(at, bias, row_scale, n);
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0;
     fetch(0, places_0);
     for (int step = 0; step < steps; step += 3) {
       multiply(step, steps, places_2, places_0, places_1);
+      if (step == 0) {  // what takes long, under the first products
+        if (leaving >= 0) release_when_read(shared_address(&empty[leaving]));
+        leaving = -1;
+        if (AHEAD && number + clusters < pieces) following = Piece(number + clusters, work, rank);
+#pragma unroll
+        for (int j = 0; j < EACH; ++j)
+          if (member + 128 * j < TOKENS) token_scales[group][member + 128 * j] = coming[j];
+      }
       if (step + 1 < steps) multiply(step + 1, steps, places_0, places_1, places_2);
       if (step + 2 < steps) multiply(step + 2, steps, places_1, places_2, places_0);
     }
@@ -212,21 +230,18 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     hold();
     asm volatile("" : "+r"(places_0[0]), "+r"(places_0[1]), "+r"(places_1[0]), "+r"(places_1[1])::"memory");
     asm volatile("" : "+r"(places_2[0]), "+r"(places_2[1])::"memory");
-    release(now.before());
     release_positions();
     if (CUTS && piece.cut >= 0) {
       if (piece.part < work.parts - 1) {
+        release(now.before());
         parts.leave(sum, work, piece, rank);
         continue;
       }
       parts.add(sum, work, piece, rank);
     }
-    everyone();  // has written the tile before
-#pragma unroll
-    for (int j = 0; j < EACH; ++j)
-      if (member + 128 * j < TOKENS) token_scales[group][member + 128 * j] = coming[j];
-    everyone();
-    out.write(sum, token_scales[group], y + (long long)at.token * n, n, tokens - at.token);
+    if (!AHEAD) out.ask(at, bias, row_scale, n);
+    leaving = now.before();
+    out.write(sum, token_scales[group], ring + leaving * STAGE_BYTES, &y);
   }
   end_together();
 }

@@ -9,17 +9,18 @@
 //   gives at once), x, the largest, in finer pieces of 64.
 // * Two products of 32 columns stay in flight per warpgroup while the next two are issued; the positions of the
 //   next tile of W are fetched under the products of this one.
-// * Blocks stay (one a multiprocessor) and take tile after tile: while a tile's sums are rounded and written, the
-//   first stages of the next one arrive.
+// * Blocks stay (one a multiprocessor) and take tile after tile: while a tile's sums are rounded the first stages of the
+//   next one arrive, and they leave by the copy engine while its products run.
 //
 // Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, A_STAGES, B_STAGES, E_STAGES, GATED (see decode_sm90.cu), ORDERED and
-// FP16 or bf16; WGMMA(…) is generated, tiles_sm90.cuh and positions_sm90.cuh come first. n must be a multiple of 16 (of 8
-// where GATED), k of 128.
+// FP16 or bf16; WGMMA(…) is generated, tiles_sm90.cuh and positions_sm90.cuh come first. n must be a multiple of 8, k of 128.
 
 constexpr int A_BYTES = ROWS * 128;               // 64 values, that is 128 columns, of each row
 constexpr int E_BYTES = ROWS * 32;                // positions of 256 columns
 constexpr int B_STAGE = TOKENS * 128;             // 64 columns of x
 constexpr int B_PART = B_STAGE / CLUSTER;         // what one block of the cluster fetches
+
+static_assert(B_STAGES > 3, "a tile begins while one is still in use for sums of the one before");
 
 // Two warpgroups have the more registers if the copying warp comes with three that do nothing: see prefill8_sm90.cu.
 constexpr bool LENDS = WARPGROUPS < 3;
@@ -27,7 +28,7 @@ constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32);
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 prefill(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap positions,
-        const __grid_constant__ TensorMap x, u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens,
+        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const u16* __restrict__ bias, int n, int tokens,
         const Work work, const Parts parts) {
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which write into each other's shared memory.
@@ -45,6 +46,7 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     prefetch_map(&values);
     prefetch_map(&positions);
     prefetch_map(&x);
+    prefetch_map(&y);
     for (int s = 0; s < A_STAGES; ++s) {
       barrier_init(shared_address(&a_full[s]), 1);
       barrier_init(shared_address(&a_empty[s]), WARPGROUPS);
@@ -71,7 +73,11 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
       Ring<B_STAGES> b;
       Ring<E_STAGES> e;
       auto copy_rows = [&](u32 to, const TensorMap* map, int column, int rows, u32 barrier) {
-        copy_pairs(to, map, column, rows * (ROWS / 16), barrier, policy);  // every second row, or rows of two matrices
+#if GATED
+        copy_pairs(to, map, column, rows * (ROWS / 16), barrier, policy);
+#else
+        copy_tile(to, map, column, rows * ROWS, barrier, policy);
+#endif
       };
       auto copy_weights = [&](int rows, int step) {
         if (step % 2 == 0) {
@@ -183,9 +189,13 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     }
   };
 
+  int leaving = -1;  // the tile of x in whose place sums are on their way
+  Piece following(blockIdx.x / CLUSTER, work, rank);
   for (int number = blockIdx.x / CLUSTER; number < pieces; number += clusters) {
-    const Piece piece(number, work, rank);
+    const Piece piece = AHEAD ? following : Piece(number, work, rank);
     const int steps = piece.steps;
+    Outgoing out;
+    if (AHEAD) out.ask(piece.at, bias, nullptr, n);
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = 0.f;
     fetch_positions(0, even);
@@ -193,25 +203,31 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     wait_b();
     for (int step = 0; step < steps; step += 2) {
       multiply(0, step == 0, step + 1 == steps, even, odd);
+      if (step == 0) {  // what takes long, under the first products
+        if (leaving >= 0) release_when_read(shared_address(&b_empty[leaving]));
+        leaving = -1;
+        if (AHEAD && number + clusters < pieces) following = Piece(number + clusters, work, rank);
+      }
       if (step + 1 < steps) multiply(1, false, step + 2 == steps, odd, even);
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     hold();
     asm volatile("" : "+r"(even[0]), "+r"(even[1]), "+r"(odd[0]), "+r"(odd[1])::"memory");
     if (steps % 2) e.advance();  // the second half of its positions is beyond the edge
-    release_b(b.before());
     release(&a_empty[a.before()]);
     release(&e_empty[e.before()]);
 
     if (CUTS && piece.cut >= 0) {
       if (piece.part < work.parts - 1) {
+        release_b(b.before());
         parts.leave(sum, work, piece, rank);
         continue;
       }
       parts.add(sum, work, piece, rank);
     }
-    const Outgoing out(piece.at, bias, nullptr, n);
-    out.write(sum, nullptr, y + (long long)piece.at.token * n, n, tokens - piece.at.token);
+    if (!AHEAD) out.ask(piece.at, bias, nullptr, n);
+    leaving = b.before();
+    out.write(sum, nullptr, b_ring + leaving * B_STAGE, &y);
   }
   end_together();
 }

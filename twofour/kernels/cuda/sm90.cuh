@@ -90,6 +90,18 @@ __device__ __forceinline__ void copy_bytes(u32 to, const char* from, int bytes, 
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
+// From shared memory to a matrix, as far as it has such rows. `stores_are_read` waits until that memory may be written again:
+// of all this thread's stores, but for the newest `BUT`.
+__device__ __forceinline__ void store_tile(const TensorMap* map, u32 from, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+      "cp.async.bulk.commit_group;" ::"l"(map), "r"(x), "r"(y), "r"(from)
+      : "memory");
+}
+template <int BUT>
+__device__ __forceinline__ void stores_are_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(BUT) : "memory");
+}
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }

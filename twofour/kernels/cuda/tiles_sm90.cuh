@@ -5,6 +5,7 @@ constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int CONSUMERS = 128 * WARPGROUPS;
 constexpr int ACCUMULATORS = TOKENS / 2;
 constexpr bool CUTS = WARPGROUPS < 3;  // whether units may be cut, see Work: more threads have no registers for that
+constexpr bool AHEAD = CUTS;           // and whether what takes long to come is asked for early
 
 // Which rows and tokens a cluster's unit of work is: units that run at the same time lie in `grouped` sets of rows
 // and neighbouring tiles of tokens, so that what they read is still in the cache for each other.
@@ -61,8 +62,9 @@ __device__ __forceinline__ void begin_together() {
     cluster_wait();
   }
 }
-// And at the end: the other blocks still report to this one's barriers.
+// And at the end: the other blocks still report to this one's barriers, and what leaves must have left.
 __device__ __forceinline__ void end_together() {
+  stores_are_read<0>();
   if (CLUSTER > 1) {
     cluster_arrive();
     cluster_wait();
@@ -136,63 +138,102 @@ struct Parts {
   }
 };
 
-// The way of a thread's sums to y: times the scales of row and token where W and x are codes, plus the bias, rounded, and
-// stored, without a detour through shared memory, which the products leave little time for (benchmarks/LOG.md).
-//
-// A thread has the sums of two rows. The copy engine has put every second row of 16 into the first eight, so these
-// two are neighbours, and eight threads have 32 bytes of a token. Of a gate and the matrix beside it they become
-// one: there two threads exchange tokens, so that each has two neighbours of one.
-struct Outgoing {
-  int row, token;               // the first of y that this thread writes; tokens are those of the tile
-  float low, high;              // the biases of its two rows
-  float low_scale, high_scale;  // and their scales: asked for at the beginning of a tile, as it takes long
+// The way of a warpgroup's sums to y: times the scales of row and token where W and x are codes, plus the bias, rounded, and
+// put where the last x of their tile was. From there the copy engine fetches them while the next tile's products run, and leaves
+// out what lies beyond the edges of y. There is room for some of the tile's tokens at a time.
+constexpr int LEAVING = WARPGROUPS > 2 ? 32 : TOKENS / 2, ROUNDS = TOKENS / LEAVING;
+constexpr int OUT_PITCH = GATED ? 64 : 128;  // bytes of a token: 32 rows of y, or 64
+constexpr int OUT_BYTES = OUT_PITCH * LEAVING;
+constexpr int PLACES = 128 * TOKENS / (WARPGROUPS * OUT_BYTES);  // for so many of a warpgroup's rounds
+static_assert(PLACES > 0 && LEAVING % 16 == 0 && TOKENS % LEAVING == 0, "there is room for one, in whole swizzles");
 
-  __device__ __forceinline__ Outgoing(const Unit& at, const u16* __restrict__ bias, const u16* __restrict__ row_scale,
-                                      int n) {
-    const int warp = threadIdx.x / 32, eighth = threadIdx.x % 32 / 4;
-#if GATED
-    const int own = at.rows * (ROWS / 2) + 8 * warp + eighth, beside = n + own;
-    row = own - eighth % 2, token = 2 * (threadIdx.x % 4) + eighth % 2;
-#else
-    const int own = at.rows * ROWS + 16 * warp + 2 * eighth, beside = own + 1;
-    row = own, token = 2 * (threadIdx.x % 4);
-#endif
-    low = bias && own < n ? from_16_bit(bias[own]) : 0.f;
-    high = bias && own < n ? from_16_bit(bias[beside]) : 0.f;
-    low_scale = CODES && own < n ? from_16_bit(row_scale[own]) : 1.f;
-    high_scale = CODES && own < n ? from_16_bit(row_scale[beside]) : 1.f;
+struct Outgoing {
+  int row, token;              // the warpgroup's first row of y, the tile's first token
+  u32 scales[2], biases[2];    // of this thread's rows, two of W; 16 bits each
+
+  // It takes long for the scales and biases to come.
+  __device__ __forceinline__ void ask(const Unit& at, const u16* __restrict__ bias, const u16* __restrict__ row_scale, int n) {
+    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, eighth = threadIdx.x % 32 / 4;
+    constexpr int OWN = GATED ? 32 : 64;
+    row = (at.rows * WARPGROUPS + group) * OWN, token = at.token;
+    const int own = row + (GATED ? 8 : 16) * warp + eighth, beside = GATED ? n + own : own + 8;
+    const bool is_there = own < n, is_beside = GATED ? is_there : beside < n;
+    scales[0] = CODES && is_there ? row_scale[own] : 0, scales[1] = CODES && is_beside ? row_scale[beside] : 0;
+    biases[0] = bias && is_there ? bias[own] : 0, biases[1] = bias && is_beside ? bias[beside] : 0;
   }
 
-  // `left`: tokens of y from the tile's first on.
-  __device__ __forceinline__ void write(const Sum (&sum)[ACCUMULATORS], const float* token_scales, u16* __restrict__ y,
-                                        int n, int left) const {
-    u16* to = y + (long long)token * n + row;
-    left = row < n ? left - token : 0;
-#pragma unroll
-    for (int j = 0; j < TOKENS / 8; ++j) {
-      const float* scales = token_scales + 8 * j + 2 * (threadIdx.x % 4);
-      const float2 scale = CODES ? *(const float2*)scales : make_float2(1.f, 1.f);
-      const Sum* of = sum + 4 * j;
-      auto number = [&](Sum sum) -> float {
-        // Integers in their turn, not all at once, for which three warpgroups have no registers: what is added is zero,
-        // as no scale is negative, but the compiler does not know.
-        if constexpr (CODES == 2 && WARPGROUPS > 2) sum += __float_as_int(scale.x) >> 31;
-        return sum;
-      };
-      const float a = number(of[0]) * (scale.x * low_scale) + low, b = number(of[1]) * (scale.y * low_scale) + low;
-      const float c = number(of[2]) * (scale.x * high_scale) + high, d = number(of[3]) * (scale.y * high_scale) + high;
+  // As a number, and not before: the compiler would wait for it where it was asked for.
+  __device__ __forceinline__ static float late(u32 bits) {
+    asm volatile("" : "+r"(bits));
+    return from_16_bit((u16)bits);
+  }
+
+  // Called by all warpgroups when they have done with the x at `place`. The scales are those of the tile's tokens.
+  __device__ __forceinline__ void write(const Sum (&sum)[ACCUMULATORS], const float* token_scales, u32 place,
+                                        const TensorMap* y) const {
+    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const float low = late(biases[0]), high = late(biases[1]);
+    const float low_scale = CODES ? late(scales[0]) : 1.f, high_scale = CODES ? late(scales[1]) : 1.f;
+    // This lane names the place of 8 rows of y, the 16 bytes `chunk` of a token: of token lane % 8 of eight. Lanes 8 to 15 do
+    // so for the next rows, those from 16 on for the next eight tokens; with GATED lanes 8 to 15 for the next eight tokens.
 #if GATED
-      const u32 own = pack_two(activate(a) * c, activate(b) * d);
-      const u32 other = __shfl_xor_sync(0xffffffff, own, 4);
-      store(to, token % 2 ? __byte_perm(own, other, 0x3276) : __byte_perm(own, other, 0x5410), left > 8 * j);
+    const int chunk = warp ^ lane % 8 / 2, of_token = lane % 16;
 #else
-      store(to, pack_two(a, c), left > 8 * j);
-      store(to + n, pack_two(b, d), left > 8 * j + 1);
+    const int chunk = (2 * warp + lane / 8 % 2) ^ lane % 8, of_token = lane / 16 * 8 + lane % 8;
 #endif
-      to += 8ll * n;
+    place += group * (PLACES * OUT_BYTES);
+    const u32 in_place = of_token * OUT_PITCH + chunk * 16;
+    asm volatile("bar.sync %0, %1;" ::"n"(WARPGROUPS + 1), "n"(CONSUMERS) : "memory");  // nobody reads this x any more
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+      u32 packed[LEAVING / 8][GATED ? 1 : 2];
+#pragma unroll
+      for (int j = 0; j < LEAVING / 8; ++j) {
+        const int first = round * LEAVING + 8 * j;
+        const float* of_tokens = token_scales + first + 2 * (lane % 4);
+        const float2 scale = CODES ? *(const float2*)of_tokens : make_float2(1.f, 1.f);
+        const Sum* of = sum + first / 2;
+        auto number = [&](Sum sum) -> float {
+          // Integers in their turn, not all at once, for which three warpgroups have no registers: what is added is zero,
+          // as no scale is negative, but the compiler does not know.
+          if constexpr (CODES == 2 && WARPGROUPS > 2) sum += __float_as_int(scale.x) >> 31;
+          return sum;
+        };
+        const float a = number(of[0]) * (scale.x * low_scale) + low, b = number(of[1]) * (scale.y * low_scale) + low;
+        const float c = number(of[2]) * (scale.x * high_scale) + high, d = number(of[3]) * (scale.y * high_scale) + high;
+#if GATED
+        packed[j][0] = pack_two(activate(a) * c, activate(b) * d);
+#else
+        packed[j][0] = pack_two(a, b), packed[j][1] = pack_two(c, d);
+#endif
+      }
+      if (round >= PLACES) {  // those that were there must have left
+        if (threadIdx.x % 128 == 0) stores_are_read<PLACES - 1>();
+        together(group);
+      }
+      const u32 from = place + round % PLACES * OUT_BYTES, to = from + in_place;
+#pragma unroll
+      for (int j = 0; j < LEAVING / 8; j += 2)
+#if GATED
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to + j * 8 * OUT_PITCH),
+                     "r"(packed[j][0]), "r"(packed[j + 1][0])
+                     : "memory");
+#else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + j * 8 * OUT_PITCH),
+                     "r"(packed[j][0]), "r"(packed[j][1]), "r"(packed[j + 1][0]), "r"(packed[j + 1][1])
+                     : "memory");
+#endif
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      together(group);
+      if (threadIdx.x % 128 == 0) store_tile(y, from, row, token + round * LEAVING);
     }
   }
-  __device__ __forceinline__ static void store(u16* to, u32 two, bool is_there) {
-    if (is_there) asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(two) : "memory");
-  }
+  __device__ __forceinline__ static void together(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 };
+
+// A warpgroup no longer needs the buffer from which its sums have left, see release_in_cluster.
+__device__ __forceinline__ void release_when_read(u32 barrier) {
+  if (threadIdx.x % 128) return;
+  stores_are_read<0>();
+  for (int block = 0; block < CLUSTER; ++block) barrier_arrive_at(barrier, block);
+}
