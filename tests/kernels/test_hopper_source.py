@@ -204,9 +204,12 @@ def test_positions_in_cusparselts_order_give_the_same_words():
 def test_sums_leave_for_their_rows_and_tokens(config, gated):
     """What tiles_sm90.cuh puts down for the copy engine, as stmatrix and the engine's swizzle see it."""
     pitch, wide = (64, 32) if gated else (128, 64)  # bytes of a token, and rows of y
-    places = 128 * config.tokens // (config.warpgroups * pitch * config.leaving)
+    room = 128 * config.tokens  # the place of one x, and of W where they are neighbours
+    if isinstance(config, hopper.Prefill8):
+        room = config.stage_bytes
+    places = room // (config.warpgroups * pitch * config.leaving)
     assert places >= 1
-    assert config.warpgroups * places * pitch * config.leaving <= 128 * config.tokens  # the place of one x
+    assert pitch * config.leaving % (512 if gated else 1024) == 0  # whole swizzles for every place
     tile = {}  # 16 bits at an address, which are named by their row of the warpgroup's and their token
     for warp, j in itertools.product(range(4), range(0, config.leaving // 8, 2)):
         # A lane of a fragment of 8 × 8 has row lane // 4 and tokens 2·(lane % 4) and the next; transposed,

@@ -208,7 +208,7 @@ class Prefill:
 
     @property
     def leaving(self) -> int:
-        """Tokens whose sums leave at a time, as in cuda/tiles_sm90.cuh."""
+        """Tokens whose sums leave together (cuda/tiles_sm90.cuh)."""
         return 32 if self.warpgroups > 2 else self.tokens // 2
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from twofour.kernels import nvrtc
-from twofour.kernels.hopper import Config, Decode, Decode4, Prefill8, why_not
+from twofour.kernels.hopper import Config, Decode, Decode4, Prefill, Prefill8, why_not
 from twofour.kernels.nvrtc import cuda_text
 
 ARCHITECTURE = "sm_90a"
@@ -63,6 +63,8 @@ def source(
         "ORDERED": int(ordered),
         "COLUMNS": 8 * config.position_bytes,
     }
+    if isinstance(config, Prefill):
+        constants["LEAVING"] = config.leaving
     if isinstance(config, Decode):
         constants |= {"SPLIT": config.split, "STEP": config.step, "STAGES": config.stages}
         constants |= {"HEIGHT": config.height}

@@ -10,9 +10,9 @@
 //
 // Every sum is multiplied by the scales of its row and of its token before the bias is added.
 //
-// Compiled per configuration: TOKENS, AT_ONCE (tokens of one instruction), WARPGROUPS, CLUSTER, STAGES, E_STAGES, GATED (see
-// decode_sm90.cu), CODES (1 e4m3, 2 int8) and FP16 or bf16, the type of y; WGMMA(…) is generated, tiles_sm90.cuh comes first.
-// n must be a multiple of 8, k of 128.
+// Compiled per configuration: TOKENS, AT_ONCE (tokens of one instruction), WARPGROUPS, CLUSTER, STAGES, E_STAGES, LEAVING, GATED
+// (see decode_sm90.cu), CODES (1 e4m3, 2 int8) and FP16 or bf16, the type of y; WGMMA(…) is generated, tiles_sm90.cuh comes
+// first. n must be a multiple of 8, k of 128.
 
 constexpr int A_BYTES = ROWS * 64;                // 64 values, that is 128 columns, of each row
 constexpr int B_BYTES = TOKENS * 128;             // 128 columns of x

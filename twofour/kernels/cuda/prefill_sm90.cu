@@ -12,8 +12,9 @@
 // * Blocks stay (one a multiprocessor) and take tile after tile: while a tile's sums are rounded the first stages of the
 //   next one arrive, and they leave by the copy engine while its products run.
 //
-// Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, A_STAGES, B_STAGES, E_STAGES, GATED (see decode_sm90.cu), ORDERED and
-// FP16 or bf16; WGMMA(…) is generated, tiles_sm90.cuh and positions_sm90.cuh come first. n must be a multiple of 8, k of 128.
+// Compiled per configuration: TOKENS, WARPGROUPS, CLUSTER, A_STAGES, B_STAGES, E_STAGES, LEAVING, GATED (see decode_sm90.cu),
+// ORDERED and FP16 or bf16; WGMMA(…) is generated, tiles_sm90.cuh and positions_sm90.cuh come first. n must be a multiple of 8,
+// k of 128.
 
 constexpr int A_BYTES = ROWS * 128;               // 64 values, that is 128 columns, of each row
 constexpr int E_BYTES = ROWS * 32;                // positions of 256 columns

@@ -90,12 +90,15 @@ __device__ __forceinline__ void copy_bytes(u32 to, const char* from, int bytes, 
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
-// From shared memory to a matrix, as far as it has such rows. `stores_are_read` waits until that memory may be written again:
+// From shared memory to a matrix, as far as it has such rows, and soon on to memory: what the second cache has room for is
+// needed for W and x. `stores_are_read` waits until that memory may be written again:
 // of all this thread's stores, but for the newest `BUT`.
 __device__ __forceinline__ void store_tile(const TensorMap* map, u32 from, int x, int y) {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
   asm volatile(
-      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
-      "cp.async.bulk.commit_group;" ::"l"(map), "r"(x), "r"(y), "r"(from)
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;\n"
+      "cp.async.bulk.commit_group;" ::"l"(map), "r"(x), "r"(y), "r"(from), "l"(policy)
       : "memory");
 }
 template <int BUT>

@@ -139,12 +139,12 @@ struct Parts {
 };
 
 // The way of a warpgroup's sums to y: times the scales of row and token where W and x are codes, plus the bias, rounded, and
-// put where the last x of their tile was. From there the copy engine fetches them while the next tile's products run, and leaves
-// out what lies beyond the edges of y. There is room for some of the tile's tokens at a time.
-constexpr int LEAVING = WARPGROUPS > 2 ? 32 : TOKENS / 2, ROUNDS = TOKENS / LEAVING;
+// put where the last x of their tile was (and its W, where that is its neighbour). From there the copy engine fetches them while
+// the next tile's products run, and leaves out what lies beyond the edges of y. Those of LEAVING tokens leave together.
+constexpr int ROUNDS = TOKENS / LEAVING;
 constexpr int OUT_PITCH = GATED ? 64 : 128;  // bytes of a token: 32 rows of y, or 64
 constexpr int OUT_BYTES = OUT_PITCH * LEAVING;
-constexpr int PLACES = 128 * TOKENS / (WARPGROUPS * OUT_BYTES);  // for so many of a warpgroup's rounds
+constexpr int PLACES = (128 * TOKENS + (CODES ? 64 * ROWS : 0)) / (WARPGROUPS * OUT_BYTES);  // for each warpgroup's rounds
 static_assert(PLACES > 0 && LEAVING % 16 == 0 && TOKENS % LEAVING == 0, "there is room for one, in whole swizzles");
 
 struct Outgoing {
