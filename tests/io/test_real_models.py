@@ -28,7 +28,7 @@ def test_dense_to_packed_to_text(twofour, shared_model, tmp_path, name, layers, 
 
 
 def test_perplexity_of_a_real_model_is_what_it_should_be(twofour, shared_model, tmp_path):
-    """stories15M on its own kind of text: 3.5 to 4 dense, ruined by magnitude pruning (models.md: 78)."""
+    """stories15M on its own kind of text: 3.5 to 4 dense, ruined by magnitude pruning (to about 78)."""
     stories = shared_model("stories15M").parents[1] / "data" / "tinystories-valid.jsonl"
     dense = twofour(
         "eval", shared_model("stories15M"), "--data", stories, "--max-tokens", 4000, "--json"

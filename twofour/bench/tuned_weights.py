@@ -4,7 +4,7 @@ All is against float64 on the weight as it is (code × scale, not rounded). The 
 dense product in 16 bits of the same weight:
 
     16 bits    at most 1.2 times that
-    decode     at most 1.2 times that
+    decode     at most 1.2 times that, and decode4 the same
     widen      at most 2 times that: it rounds code × scale to 16 bits first, and sums in its own order
     codes   at most 0.005 of the outputs' norm, against the product with the tokens as they are rounded
                (quantize/activations.py): how far rounding itself is off is the scheme's affair
