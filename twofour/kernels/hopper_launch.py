@@ -2,7 +2,8 @@
 
 The copy engine reads a matrix through a 128-byte description of it (a "tensor map"). Those of a weight's
 values and positions are made once and stay right as long as address and shape do; that of x, and with many
-tokens that of y, is made again when it is somewhere else. Weights of 4 bits need none: their pieces lie in a row (streamed.py).
+tokens that of y, is made again when it is somewhere else. Weights of 4 bits need none: their pieces lie in
+a row (streamed.py).
 """
 
 from __future__ import annotations

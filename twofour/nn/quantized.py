@@ -5,8 +5,8 @@ of the scales is that of the layer: `.to(dtype)` converts them (exactly) and the
 
 Where the scheme leaves activations alone, it is a `SparseLinear` whose weight is dequantized on a CPU;
 `memory` is as there. Where it rounds them, the product is one of codes, and nothing is kept beside the packed
-form. On a GPU nothing is kept in either case, and tokens are rounded only where codes are multiplied with codes
-(kernels/dispatch_codes.py).
+form. On a GPU nothing is kept in either case, and tokens are rounded only where codes are multiplied with
+codes (kernels/dispatch_codes.py).
 
 A convolution is a `SparseConv2d` with codes. It never rounds its activations.
 """
