@@ -213,3 +213,76 @@ def test_the_gated_operator(activation):
         torch.ops.twofour.gated_linear.default,
         tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments),
     )
+
+
+class MLP(nn.Module):
+    """A gated MLP, up first, with whatever is asked for around it."""
+
+    def __init__(self, activate=F.silu, std=0.1, end=lambda y: y):
+        super().__init__()
+        self.up_proj, self.gate_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.activate, self.end = activate, end
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=std)
+
+    def forward(self, x):
+        return self.end(self.down_proj(self.activate(self.gate_proj(x)) * self.up_proj(x)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("std", [1e-3, 0.1, 10.0])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_which_activation_it_is_does_not_depend_on_how_large_the_weights_are(activation, std, dtype):
+    model = packed(nn.Sequential(MLP(reference.ACTIVATIONS[activation], std)).to(dtype))
+    x = torch.randn(5, 32, dtype=dtype)
+    fuse_(model, x)
+    assert isinstance(model[0], GatedMLP)
+    assert (model[0].activation, model[0].fused.names) == (activation, ["gate_proj", "up_proj"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "mlp",
+    [
+        MLP(lambda v: v * torch.sigmoid(1.702 * v)),
+        MLP(torch.relu),
+        MLP(lambda v: 0.99 * F.silu(v)),
+        MLP(end=lambda y: 0.96 * y),
+        MLP(end=lambda y: y + 1e-4),
+        MLP(end=lambda y: (y, None)),
+    ],
+    ids=["quick gelu", "relu", "factor inside", "factor", "summand", "two outputs"],
+)
+def test_what_is_only_nearly_a_gated_mlp_is_not_fused_into_one(mlp):
+    x = torch.randn(5, 32)
+    model = packed(nn.Sequential(mlp))
+    fuse_(model, x)
+    assert not any(isinstance(m, GatedMLP) for m in model.modules())
+
+
+@torch.no_grad()
+def test_an_input_that_is_changed_in_place_is_another_one():
+    class Changing(Branches):
+        def forward(self, x, factor=1.0):
+            first = self.a(x)
+            return torch.cat([first, self.b(x.mul_(factor)), self.c(x + 1)], -1)
+
+    x = torch.randn(5, 32)
+    model = packed(nn.Sequential(Changing()))
+    assert fuse_(model, x.clone()) == 0  # also by one: it is changed
+    model = packed(nn.Sequential(Branches()))
+    wanted = [model[0].a(x), model[0].b(2 * x)]
+    assert fuse_(model, x.clone()) == 1
+    first = model[0].a(x)
+    torch.testing.assert_close([first, model[0].b(x.mul_(2))], wanted)
+
+
+def test_biases_learn_again_when_they_are_apart_again():
+    model, x = packed(nn.Sequential(Branches())), torch.randn(5, 32)
+    model[0].a.bias.requires_grad_(False)
+    model[0].c.bias.requires_grad_(True)
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    fuse_(model, x)
+    assert {name: p.requires_grad for name, p in unfuse_(model).named_parameters()} == before
+    assert packed(nn.Sequential(Branches()))[0].a.bias.requires_grad

@@ -6,8 +6,8 @@
 
 The rows of packed matrices simply concatenate, so nothing is repacked and no memory is added. What belongs
 together is seen in one run over an example, not known by name: layers of one module that were given the very
-same tensor are fused, and a module with three packed layers is taken for a gated MLP if
-`down(activate(gate(x)) * up(x))` gives what the module itself gives.
+same tensor are fused, and a module with three packed layers is taken for a gated MLP if it is
+`down(activate(gate(x)) * up(x))` for known numbers in the place of what its layers give.
 
 A fused model computes the same and keeps its state dict: names and tensors are those of the separate layers,
 so `save_pretrained` writes what it wrote before. To load other weights into it, or to give layers adapters,
@@ -17,7 +17,8 @@ unfuse it first.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,12 @@ from twofour.nn.linear import SparseLinear, watched
 from twofour.nn.quantized import QuantizedLinear
 from twofour.packed import Packed24
 
-#: How far a fused MLP may be from the module it replaces, relative. A wrong guess is off by about 1.
-TOLERANCE = 0.05
+#: What gates are given to tell activations apart. Where they are negative, gelu and its form with tanh differ
+#: by up to a tenth, and both from silu by more.
+GATES = (-3.0, 6.0)
+
+#: How far from activate(gate) * up a hidden value may be, relative: a few roundings, of float32 at least.
+TOLERANCE = 1e-3
 
 
 @torch.no_grad()
@@ -127,6 +132,7 @@ class FusedLinear(SparseLinear):
             zeros = [first._own.new_zeros(part.out_features) for part in parts]
             bias = torch.cat([z if p.bias is None else p.bias for z, p in zip(zeros, parts, strict=True)])
         self._has_bias = [part.bias is not None for part in parts]
+        self._learns = [part.bias is not None and part.bias.requires_grad for part in parts]
         self._set_packed(packed, bias)
         self.requires_grad_(False)
         self.register_state_dict_post_hook(_separate_keys)
@@ -146,6 +152,8 @@ class FusedLinear(SparseLinear):
             values, meta = whole.values[start:stop].clone(), whole.meta[start:stop].clone()
             bias = self.bias[start:stop].detach() if self.bias is not None and self._has_bias[i] else None
             layer._set_packed(Packed24(values, meta, self.in_features, scale), bias)
+            if layer.bias is not None:
+                layer.bias.requires_grad_(self._learns[i])
             made.append(layer.train(self.training))
         return made
 
@@ -185,12 +193,12 @@ class SharedInput(FusedLinear):
 
     def __init__(self, layers: dict[str, SparseLinear]) -> None:
         super().__init__(layers)
-        self._kept: tuple[Tensor, tuple[Tensor, ...], list[bool]] | None = None
+        self._kept: tuple[Seen, tuple[Tensor, ...], list[bool]] | None = None
 
     def part(self, x: Tensor, number: int) -> Tensor:
-        kept = self._kept
-        if kept is None or kept[0] is not x or not kept[2][number]:
-            kept = (x, self(x).split(self.sizes, dim=-1), [True] * len(self.sizes))
+        kept, now = self._kept, Seen.of(x)
+        if kept is None or not now.is_what(kept[0]) or not kept[2][number]:
+            kept = (now, self(x).split(self.sizes, dim=-1), [True] * len(self.sizes))
         kept[2][number] = False
         # Once all have had theirs, x and the outputs are the caller's alone.
         self._kept = kept if any(kept[2]) else None
@@ -275,14 +283,30 @@ def _separate(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, SparseLinear)]
 
 
-def _inputs(model: nn.Module, example: Any) -> dict[nn.Module, Tensor]:
+class Seen(NamedTuple):
+    """A tensor as a module was given it: changed in place it is another one."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Seen:
+        # Tensors of inference mode have no version, and a compiler cannot ask for one.
+        untold = torch.compiler.is_compiling() or tensor.is_inference()
+        return cls(tensor, 0 if untold else tensor._version)
+
+    def is_what(self, other: Seen | None) -> bool:
+        return other is not None and self.tensor is other.tensor and self.version == other.version
+
+
+def _inputs(model: nn.Module, example: Any) -> dict[nn.Module, Seen]:
     """What every module that holds packed layers, and every packed layer, was given in one run."""
-    seen: dict[nn.Module, Tensor] = {}
+    seen: dict[nn.Module, Seen] = {}
 
     def see(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         given = [v for v in (*args, *named.values()) if isinstance(v, Tensor)]
         if given:
-            seen[module] = given[0]
+            seen[module] = Seen.of(given[0])
 
     hooks = [
         module.register_forward_pre_hook(see, with_kwargs=True)
@@ -310,41 +334,74 @@ def _example_of(model: nn.Module) -> Any:
     return {"input_ids": dummy["input_ids"]}
 
 
-def _as_gated_mlp(module: nn.Module, seen: dict[nn.Module, Tensor]) -> GatedMLP | None:
+def _as_gated_mlp(module: nn.Module, seen: dict[nn.Module, Seen]) -> GatedMLP | None:
     """The module fused, if it is a gated MLP and nothing else."""
     layers = {name: child for name, child in module.named_children() if isinstance(child, SparseLinear)}
     x = seen.get(module)
     if len(layers) != 3 or x is None or isinstance(module, GatedMLP):
         return None
-    wanted: Any = None
     for gate, up, down in itertools.permutations(layers):
         a, b, c = layers[gate], layers[up], layers[down]
         if a.layer.shape != b.layer.shape or c.in_features != a.out_features or not _alike([a, b]):
             continue
-        if seen.get(a) is not x or seen.get(b) is not x:
+        if not (x.is_what(seen.get(a)) and x.is_what(seen.get(b))):
             continue
-        if wanted is None:
-            wanted = module(x)
-        if not isinstance(wanted, Tensor):
-            return None
-        for activation, function in ACTIVATIONS.items():
-            if _close(c(function(a(x)) * b(x)), wanted):
-                return GatedMLP(module, gate, up, down, activation)
+        activation = _activation_between(module, x.tensor, a, b, c)
+        if activation is not None:
+            return GatedMLP(module, gate, up, down, activation)
     return None
 
 
-def _close(got: Tensor, wanted: Tensor) -> bool:
-    if got.shape != wanted.shape:
-        return False
-    error = (got.float() - wanted.float()).norm()
-    return bool(error <= TOLERANCE * wanted.float().norm()) and bool(wanted.any())
+def _activation_between(
+    module: nn.Module, x: Tensor, gate: SparseLinear, up: SparseLinear, down: SparseLinear
+) -> str | None:
+    """The activation if the module is down(activate(gate) * up) and nothing else, by one run of it.
+
+    In that run its layers give chosen numbers: what they give by themselves may be so small, or so large,
+    that all activations are alike there, and gate and up as well.
+    """
+    random = torch.Generator().manual_seed(0)
+    shape = (*x.shape[:-1], gate.out_features)
+    spread = torch.linspace(*GATES, math.prod(shape))[torch.randperm(math.prod(shape), generator=random)]
+    first = spread.reshape(shape).to(x.device)
+    second = torch.empty(shape).uniform_(0.5, 2, generator=random).to(x.device)
+    last = torch.randn(*x.shape[:-1], down.out_features, generator=random).to(x)
+    hidden: list[Tensor] = []
+
+    def catch(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        hidden.append(args[0])
+        return (x.new_zeros(shape),)
+
+    hooks = [
+        gate.register_forward_hook(lambda *_: first),
+        up.register_forward_hook(lambda *_: second),
+        down.register_forward_pre_hook(catch),
+        down.register_forward_hook(lambda *_: last),
+    ]
+    try:
+        out = module(x)
+    except Exception:  # whatever it is, it is not called with one tensor as an MLP is
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not isinstance(out, Tensor) or not torch.equal(out, last):
+        return None
+    if len(hidden) != 1 or hidden[0].shape != shape or not hidden[0].is_floating_point():
+        return None
+    allowed = max(TOLERANCE, 2 * torch.finfo(hidden[0].dtype).eps)
+    for activation, function in ACTIVATIONS.items():
+        wanted = function(first) * second
+        if bool(((hidden[0].float() - wanted).abs() <= allowed * wanted.abs()).all()):
+            return activation
+    return None
 
 
-def _share_inputs(parent: nn.Module, seen: dict[nn.Module, Tensor]) -> None:
+def _share_inputs(parent: nn.Module, seen: dict[nn.Module, Seen]) -> None:
     """Fuse the packed layers right below a module that were given the same tensor."""
     children = [(n, c) for n, c in parent.named_children() if isinstance(c, SparseLinear) and c in seen]
     for number, x in enumerate(dict.fromkeys(seen[child] for _, child in children)):
-        layers = {name: child for name, child in children if seen[child] is x}
+        layers = {name: child for name, child in children if x.is_what(seen[child])}
         if len(layers) < 2 or not _alike(list(layers.values())):
             continue
         fused = SharedInput(layers)
