@@ -246,3 +246,18 @@ def test_a_low_rank_correction_without_inputs_is_refused(twofour, dense, text, t
     assert ran.status == 2
     assert "magnitude does not look at any" in ran.err
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_resume_begins_anew_where_the_model_has_become_another(dense, text, tmp_path):
+    def stop(done, total, label):
+        raise Killed
+
+    with pytest.raises(Killed):
+        prune_checkpoint(dense, tmp_path / "cut", "sparsegpt", **options(text), on_progress=stop)
+    tensors = load_file(dense / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"].neg_()
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    prune_checkpoint(dense, tmp_path / "cut", "sparsegpt", **options(text), resume=True)
+    prune_checkpoint(dense, tmp_path / "whole", "sparsegpt", **options(text))
+    one, other = (load_file(tmp_path / d / "model.safetensors") for d in ("whole", "cut"))
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -369,3 +369,44 @@ def test_what_people_read(pruned, text, tmp_path, twofour):
     assert "Quantized 14 layers to 2:4 int4 in groups of 128, rounding compensated" in ran.out
     assert "Squared error of the layers' outputs" in ran.out
     assert "twofour check" in ran.out
+
+
+def replaced(path):
+    """Another file in its place, as large as it was."""
+    tensors = {k: v.flip(0) if v.dim() == 2 and "mlp" in k else v for k, v in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("what", ["source", "text", "teacher"])
+def test_resume_begins_anew_where_a_file_has_become_another(what, dense, pruned, text, tmp_path):
+    options = QuantizeOptions("int4", teacher=dense)
+
+    def stop_after_one(done, total, label):
+        if label == "block 0":
+            raise KeyboardInterrupt
+
+    arguments = (pruned, tmp_path / "cut", options)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(*arguments, calibration=calibration(text), on_progress=stop_after_one)
+    if what == "text":
+        text.write_text(TEXT.swapcase())
+    else:
+        replaced({"source": pruned, "teacher": dense}[what] / "model.safetensors")
+    quantize_checkpoint(*arguments, calibration=calibration(text), resume=True)
+    quantize_checkpoint(pruned, tmp_path / "whole", options, calibration=calibration(text))
+    first, second = (load_file(tmp_path / x / "model.safetensors") for x in ("whole", "cut"))
+    for key in first:
+        assert torch.equal(first[key].view(torch.uint8), second[key].view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "joint"])
+def test_one_of_several_processes_is_refused(rounding, dense, pruned, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    verb = "prune --scheme" if rounding == "joint" else "quantize"
+    given = calibration(text) if rounding == "joint" else None
+    source = dense if rounding == "joint" else pruned
+    with pytest.raises(InputError, match=f"^{verb} runs in one process"):
+        quantize_checkpoint(
+            source, tmp_path / "out", QuantizeOptions("int8", None, rounding), calibration=given
+        )
+    assert not (tmp_path / "out").exists()

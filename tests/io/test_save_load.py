@@ -94,3 +94,46 @@ def test_real_resnet_keeps_its_answers(shared_model, tmp_path):
     for name, module in model.items():
         assert isinstance(module, SparseConv2d)
         torch.testing.assert_close(module(images[name]), expected[name])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inside, self.head = nn.Embedding(20, 16), nn.Linear(16, 32), nn.Linear(32, 32)
+        self.back, self.out = nn.Linear(32, 16), nn.Linear(16, 20, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.out(self.back(self.head(self.inside(self.embed(x)))))
+
+
+def test_tied_weights_are_saved_and_tied_again(tmp_path):
+    model, x = Tied(), torch.arange(12).reshape(2, 6)
+    model = twofour.pack_(twofour.prune_(model, exclude=["out"]))
+    twofour.save(model, tmp_path / "saved")
+    assert check(tmp_path / "saved").ok
+    loaded = twofour.load(tmp_path / "saved", model=Tied())
+    assert loaded.out.weight is loaded.embed.weight
+    torch.testing.assert_close(loaded(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.append(nn.Linear(10, 3)), "the files lack 9.bias, which the model has"),
+        (lambda m: m.__setitem__(3, nn.Identity()), "the model lacks 3.bias, which they have"),
+        (
+            lambda m: setattr(m[3], "weight", nn.Parameter(torch.ones(17))),
+            r"3.weight is \[18\] there and \[17\]",
+        ),
+    ],
+)
+def test_a_model_that_the_files_do_not_fit_keeps_its_layers_and_weights(tmp_path, change, message):
+    twofour.save(twofour.pack_(twofour.prune_(network())), tmp_path / "saved")
+    other = network()
+    change(other)
+    layers, weights = list(other), {n: p.clone() for n, p in other.state_dict().items()}
+    with pytest.raises(twofour.InputError, match=message):
+        twofour.load(tmp_path / "saved", model=other)
+    assert list(other) == layers
+    assert all(torch.equal(p, weights[n]) for n, p in other.state_dict().items())

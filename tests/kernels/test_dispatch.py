@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ import torch
 
 from twofour.bench import tune as tuner
 from twofour.errors import InputError, TwoFourError
-from twofour.kernels import ampere, cusparselt, dispatch, hopper, hopper_source, reference, tuning
+from twofour.kernels import ampere, cusparselt, dispatch, hopper, hopper_source, nvrtc, reference, tuning
 from twofour.kernels.dispatch import Choice, Product, bucket_of, choose
 from twofour.packed import pack
 from twofour.pattern import keep_best
@@ -312,3 +314,22 @@ def test_inputs_of_any_shape_and_layout_reach_the_kernel_as_it_wants_them(on_the
     for x in (torch.randn(4, 16), torch.randn(2, 2, 16), torch.randn(64)):  # some could be seen as 32 wide
         with pytest.raises(InputError, match="has 32 columns"):
             dispatch.linear(x, packed.values, packed.meta, None, bias, 32)
+
+
+def test_threads_that_write_the_same_file_of_the_cache_never_show_half_of_it(tmp_path):
+    path, content = tmp_path / "cache" / "kernel.cubin", bytes(range(256)) * 4096
+    done, seen = threading.Event(), set()
+
+    def read():
+        while not done.is_set():
+            if path.exists():
+                seen.add(path.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: nvrtc.write_whole(path, content), range(60)))
+    done.set()
+    reader.join()
+    assert seen <= {content}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]

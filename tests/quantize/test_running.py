@@ -239,3 +239,25 @@ def test_fuse_leaves_quantized_layers_alone():
     before = model(x)
     assert fuse_(model, x) == 0
     assert torch.equal(model(x), before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_autocast_computes_as_the_layer_does_in_its_dtype(name, dtype):
+    """Sums of codes are beyond float16's largest number: autocast must not reach into the product."""
+    module = layer(name, columns=512)
+    x = torch.randn(9, 512)
+    with torch.autocast("cpu", dtype):
+        got = module(x)
+    wanted = float64(module, x.to(dtype))
+    assert got.dtype == dtype
+    assert (got.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-weight"])
+def test_a_convolution_keeps_its_dense_weight_where_that_was_asked_for(name):
+    model = nn.Sequential(nn.Conv2d(32, 16, 3))
+    module = quantize_(prune_(model), name, memory="fast")[0]
+    assert module.dense_weight is not None
+    assert not module.rounds_activations

@@ -51,6 +51,15 @@ def group_of_torchrun() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def require_alone(verb: str) -> None:
+    """Refuse to be one of several processes of `torchrun`, who would all write the same files."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError(
+            f"{verb} runs in one process, and this is one of {os.environ['WORLD_SIZE']}.",
+            hint="Start it without torchrun.",
+        )
+
+
 def share_of(windows: Tensor) -> Tensor:
     """This process's windows: as many for each, so a remainder is left out."""
     if not active():

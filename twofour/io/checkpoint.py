@@ -123,6 +123,16 @@ class Checkpoint:
             raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
 
 
+def stamps(*of: Checkpoint | str | Path) -> dict[str, list[int]]:
+    """What tells these files from others that take their place under the same name."""
+    paths = [
+        path
+        for one in of
+        for path in ([one.directory / f for f in one.files] if isinstance(one, Checkpoint) else [Path(one)])
+    ]
+    return {str(p): [p.stat().st_size, p.stat().st_mtime_ns] for p in paths if p.exists()}
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or a sentence about what is wrong with it."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from twofour.calibrate.experts import open_experts_
 from twofour.errors import InputError
@@ -58,16 +58,35 @@ def load(
             )
         layers.append(layer)
     tensors = {key: checkpoint.read(key) for key in checkpoint.tensors if key not in stub(modules)}
+    before = {layer.name: model.get_submodule(layer.name) for layer in layers}
     swap_(model, layers, memory, scheme_of(checkpoint.config["quantization_config"]))
     for name, rank in lowrank_ranks(checkpoint.config["quantization_config"]).items():
         empty_lowrank_(model.get_submodule(name), rank, name)
     try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise InputError(f"{directory} does not fit the model given: {error}") from error
+        _require_fitting(model.state_dict(), tensors, directory)
+    except InputError:
+        for name, module in before.items():
+            model.set_submodule(name, module)
+        raise
+    model.load_state_dict(tensors)
     for name, module in packed_layers(model).items():
         module.validate(name)
     return model
+
+
+def _require_fitting(here: dict[str, Tensor], tensors: dict[str, Tensor], directory: str | Path) -> None:
+    """Refuse files that lack a tensor of the model, have one that it has not, or one of another shape."""
+    hint = "Give the model that was saved there, built with the same settings."
+    for name in sorted(here.keys() ^ tensors.keys()):
+        lacks, has = ("the files lack", "the model has") if name in here else ("the model lacks", "they have")
+        raise InputError(f"{directory} does not fit the model given: {lacks} {name}, which {has}.", hint=hint)
+    for name, tensor in tensors.items():
+        if tensor.shape != here[name].shape:
+            raise InputError(
+                f"{directory} does not fit the model given: {name} is {list(tensor.shape)} there and "
+                f"{list(here[name].shape)} in the model.",
+                hint=hint,
+            )
 
 
 def load_causal_lm(

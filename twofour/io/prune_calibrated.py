@@ -30,7 +30,7 @@ from twofour.calibrate.text import read_documents
 from twofour.calibrate.windows import sample_windows
 from twofour.calibrate.written import write_windows
 from twofour.errors import InputError
-from twofour.io.checkpoint import Checkpoint
+from twofour.io.checkpoint import Checkpoint, stamps
 from twofour.io.load import load_causal_lm
 from twofour.io.streamed import DTYPES, StreamedBlocks, open_streamed
 from twofour.io.structure import CheckpointLayers, keys_in_files
@@ -41,9 +41,13 @@ from twofour.prune.hessian import relative_output_error
 from twofour.prune.lowrank import compensate
 from twofour.prune.permute_block import Reordered
 from twofour.select import Layer
+from twofour.version import __version__
 
 #: Above this a model is calibrated in the dtype of its checkpoint rather than in float32.
 FLOAT32_UP_TO = 8 << 30
+
+#: Beside the files of the blocks: which run they are of.
+_RUN = "run.json"
 
 #: In place of a file: the model writes its calibration text itself.
 SELF = "self"
@@ -84,11 +88,10 @@ def prune_blocks(
 ) -> None:
     """Leave the pruned weights of every block in `work`, with notes about each."""
     model, windows, weights = open_for_calibration(checkpoint, layers, calibration, on_progress)
-    finished = parallel.of_first(finished_blocks(work, options) if resume else 0)
+    run = run_of(options, checkpoint, calibration)
+    finished = parallel.of_first(finished_blocks(work, run) if resume else 0)
     if not finished and parallel.is_first():
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        (work / "options.json").write_text(json.dumps(options))
+        begin(work, run)
     keys = {f"{layer.name}.weight": key for key, layer in layers.by_tensor.items()}
     keys = parameters_in_files(model, checkpoint) | keys
 
@@ -272,10 +275,29 @@ def block_file(number: int) -> str:
     return f"block-{number:04d}.safetensors"
 
 
-def finished_blocks(work: Path, options: dict[str, Any]) -> int:
-    """How many blocks from the first on an earlier run with the same options has finished."""
+def run_of(
+    options: dict[str, Any],
+    checkpoint: Checkpoint,
+    calibration: CalibrationOptions,
+    teacher: Checkpoint | None = None,
+) -> dict[str, Any]:
+    """What must be the same for a run to go on with the blocks of an earlier one: options, files, program."""
+    text = [] if str(calibration.calib) == SELF else [calibration.calib]
+    files = stamps(checkpoint, *text, *([] if teacher is None else [teacher]))
+    return {"options": options, "config": checkpoint.config, "files": files, "twofour": __version__}
+
+
+def begin(work: Path, run: dict[str, Any]) -> None:
+    """An empty directory for the blocks of this run."""
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    (work / _RUN).write_text(json.dumps(run))
+
+
+def finished_blocks(work: Path, run: dict[str, Any]) -> int:
+    """How many blocks from the first on an earlier run of the same has finished."""
     try:
-        if json.loads((work / "options.json").read_text()) != options:
+        if json.loads((work / _RUN).read_text()) != run:
             return 0
     except (OSError, json.JSONDecodeError):
         return 0

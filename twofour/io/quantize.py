@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from twofour.calibrate.blocks import Block, Teacher
 from twofour.calibrate.experts import opened_experts
+from twofour.calibrate.parallel import require_alone
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.format import is_packed, packed_config, stub
@@ -185,6 +186,7 @@ def quantize_checkpoint(
     rounding is joint, which prunes: then the step is one of `prune`, and the source is the dense model.
     """
     scheme, rounding, smooth = options.settled(calibration is not None)
+    require_alone("prune --scheme" if rounding == "joint" else "quantize")
     checkpoint = Checkpoint(source)
     require_new(Path(out))
     if is_packed(checkpoint.config):

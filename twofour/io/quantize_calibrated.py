@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,14 @@ from twofour.io.checkpoint import Checkpoint
 from twofour.io.prune_calibrated import (
     CalibrationOptions,
     FilesBehind,
+    begin,
     block_file,
     checkpoint_dtype,
     finished_blocks,
     open_blocks,
     open_for_calibration,
     parameters_in_files,
+    run_of,
 )
 from twofour.io.record import was_tuned
 from twofour.io.structure import CheckpointLayers
@@ -64,11 +65,10 @@ def quantize_into(
     if teacher is not None:
         dense, _, its_weights = open_blocks(teacher, layers, model.dtype)
         followed = Teacher(dense, its_weights or InModel())
-    finished = finished_blocks(work, options) if resume else 0
+    run = run_of(options, checkpoint, calibration, teacher)
+    finished = finished_blocks(work, run) if resume else 0
     if not finished:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        (work / "options.json").write_text(json.dumps(options))
+        begin(work, run)
     keys = {layer: key for key, layer in layers.by_tensor.items()}
     beside = parameters_in_files(model, checkpoint)
     smoothing = Smoothing(model, beside.__contains__) if smooth else None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from twofour.calibrate import parallel
 from twofour.errors import InputError
-from twofour.io.checkpoint import Checkpoint
+from twofour.io.checkpoint import Checkpoint, stamps
 from twofour.io.format import is_packed, made_by, scheme_of
 from twofour.io.load import load_causal_lm
 from twofour.io.pack import layers_to_pack
@@ -119,7 +119,9 @@ def _trained(
     model, tokenizer = load_causal_lm(checkpoint.directory, start, torch.float32)
     dense = _load_teacher(teacher, tokenizer, "cpu" if options.teacher_offload else start)
     settings = settle(model, dense, options)
-    run = {**settings.outcome(), **described, "files": _stamps(checkpoint, data)}
+    made_of = [checkpoint, *(text for text in data if str(text) != SELF)]
+    made_of += [] if teacher is None else [Checkpoint(teacher)]
+    run = {**settings.outcome(), **described, "files": stamps(*made_of)}
     if resume:
         require_same_run(work, run)
     store = Store(work)
@@ -161,14 +163,6 @@ def _trained(
 def _masked_layers(checkpoint: Checkpoint) -> dict[str, Layer]:
     """The 2:4 layers by the tensors that hold their weights; codes, which do not change, need none."""
     return {} if is_packed(checkpoint.config) else layers_to_pack(checkpoint, (), ()).by_tensor
-
-
-def _stamps(checkpoint: Checkpoint, data: Sequence[str | Path]) -> dict[str, list[int]]:
-    """What tells a file from another one of the same name that took its place."""
-    paths = [checkpoint.directory / file for file in checkpoint.files] + [
-        Path(d) for d in data if str(d) != SELF
-    ]
-    return {str(p): [p.stat().st_size, p.stat().st_mtime_ns] for p in paths if p.exists()}
 
 
 def _write(checkpoint: Checkpoint, out: Path, trained: Path, step: dict[str, Any]) -> None:

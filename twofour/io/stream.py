@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from twofour.errors import InputError
-from twofour.io.checkpoint import Checkpoint
+from twofour.io.checkpoint import Checkpoint, stamps
 from twofour.io.writer import CheckpointWriter, free_bytes
 from twofour.progress import OnProgress, silent
 from twofour.version import __version__
@@ -81,11 +81,7 @@ def deal(source: Checkpoint, shard_bytes: int) -> list[list[str]]:
 
 def _fingerprint(source: Checkpoint, options: dict[str, Any]) -> str:
     """Which source, options and program: what must be the same for a resumed run to give the same bytes."""
-    files = [
-        (f, (source.directory / f).stat().st_size, (source.directory / f).stat().st_mtime_ns)
-        for f in source.files
-    ]
-    known = [__version__, source.config, files, options]
+    known = [__version__, source.config, stamps(source), options]
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 

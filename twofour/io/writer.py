@@ -74,7 +74,7 @@ class CheckpointWriter:
     def write_shard(self, number: int, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         """Write shard `number` of `shards`, counted from 1. `notes` come back in `done`."""
         name = self._name(number)
-        tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        tensors = _apart({key: tensor.contiguous() for key, tensor in tensors.items()})
         with _readable_os_errors(self.out):
             partial = self.staging / f"{name}.partial"
             save_file(tensors, partial, metadata=shard_metadata(tensors))
@@ -118,6 +118,17 @@ class CheckpointWriter:
     def _note(self, note: dict[str, Any]) -> None:
         with (self.staging / _PROGRESS).open("a") as file:
             file.write(json.dumps(note) + "\n")
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tied tensors each with memory of its own: a file holds no tensor twice by reference."""
+    seen: set[tuple[torch.device, int]] = set()
+    found = {}
+    for key, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr())
+        found[key] = tensor.clone() if tensor.numel() and place in seen else tensor
+        seen.add(place)
+    return found
 
 
 def require_new(out: Path) -> None:

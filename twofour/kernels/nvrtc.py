@@ -8,9 +8,11 @@ microseconds.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -150,14 +152,21 @@ def _nvrtc_check(status: int) -> None:
 
 
 def _keep(path: Path, content: bytes) -> None:
-    """Written beside and renamed, so that processes may do it at once. Not being able to is no error."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    """Not being able to is no error."""
+    with contextlib.suppress(OSError):
+        write_whole(path, content)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file of the cache beside its place and rename it: processes and threads may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(content)
-        partial.rename(path)
+        partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
+        raise
 
 
 @cache

@@ -72,8 +72,9 @@ def quantized_linear(
 
 
 def _sums(codes: Tensor, weight: Tensor) -> Tensor:
-    """codes·weightᵀ, both codes, in float32."""
-    return codes.float() @ weight.float().t()
+    """codes·weightᵀ, both codes, in float32: also under autocast, whose 16 bits cannot hold the sums."""
+    with torch.autocast(codes.device.type, enabled=False):
+        return codes.float() @ weight.float().t()
 
 
 def _sums_of_int8(codes: Tensor, weight: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from functools import cache
 from importlib.resources import files
@@ -21,7 +20,7 @@ import torch
 
 from twofour.errors import TwoFourError
 from twofour.kernels import cusparselt
-from twofour.kernels.nvrtc import cache_directory
+from twofour.kernels.nvrtc import cache_directory, write_whole
 from twofour.version import __version__
 
 Table = dict[str, list[dict[str, Any]]]
@@ -39,10 +38,7 @@ def remember(product: str, device: int, choices: list[dict[str, Any]]) -> None:
     # Read again: another process may have added to it. Two that rename at the same moment lose the rows of
     # one, until that one writes again.
     table = {**_read(path), **_written(path)}
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps(table, indent=1))
-    partial.rename(path)
+    write_whole(path, json.dumps(table, indent=1).encode())
 
 
 def own_path(device: int) -> Path:

@@ -33,6 +33,11 @@ class SparseConv2d(PackedModule):
         new._set_packed(pack(new.layer.to_matrix(module.weight.detach()), name), module.bias)
         return new.train(module.training)
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Never: no kernel multiplies codes with codes here, so rounding would save nothing."""
+        return False
+
     def forward(self, x: Tensor) -> Tensor:
         x = self._input(x)
         weight = self.unpacked(x.dtype) if self.dense_weight is None else self.dense_weight
