@@ -102,6 +102,24 @@ def test_resume_gives_the_same_bytes(small_shards, dense, pruned, tmp_path, run)
     assert one["layers"] == other["layers"]
 
 
+def test_killed_while_it_notes_what_is_finished_and_cut_short_again(small_shards, dense, tmp_path):
+    prune_checkpoint(dense, tmp_path / "whole")
+    with pytest.raises(Killed):
+        prune_checkpoint(dense, tmp_path / "cut", on_progress=stop_after(12))
+    partial = tmp_path / ".cut.partial"
+    noted = (partial / "progress.jsonl").read_text()
+    (partial / "progress.jsonl").write_text(noted[:-20])  # in the middle of the last note
+    first = min(partial.glob("*.safetensors"))
+    stamp = first.stat().st_mtime_ns
+    with pytest.raises(Killed):
+        prune_checkpoint(dense, tmp_path / "cut", on_progress=stop_after(14), resume=True)
+    assert first.stat().st_mtime_ns == stamp
+    prune_checkpoint(dense, tmp_path / "cut", resume=True)
+    assert (tmp_path / "cut" / first.name).stat().st_mtime_ns == stamp, "was written again"
+    whole, cut = tensors(tmp_path / "whole"), tensors(tmp_path / "cut")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
 def test_without_resume_it_starts_anew(small_shards, dense, tmp_path):
     with pytest.raises(Killed):
         prune_checkpoint(dense, tmp_path / "out", on_progress=stop_after(12))

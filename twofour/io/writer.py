@@ -105,13 +105,15 @@ class CheckpointWriter:
 
     def _take_over(self, fingerprint: str) -> bool:
         """Read what a run that was cut short has finished; False if it was another run's."""
-        try:
-            lines = (self.staging / _PROGRESS).read_text().splitlines()
-            notes = [json.loads(line) for line in lines if line.endswith("}")]
-        except (OSError, json.JSONDecodeError):
-            return False
+        notes = []
+        with contextlib.suppress(OSError, json.JSONDecodeError):  # up to a line that was cut off
+            for line in (self.staging / _PROGRESS).read_text().splitlines():
+                notes.append(json.loads(line))
         if not notes or notes[0] != {"fingerprint": fingerprint}:
             return False
+        partial = self.staging / f"{_PROGRESS}.partial"
+        partial.write_text("".join(json.dumps(note) + "\n" for note in notes))
+        partial.replace(self.staging / _PROGRESS)
         self.done = {n["shard"]: n for n in notes[1:] if (self.staging / self._name(n["shard"])).exists()}
         return True
 
