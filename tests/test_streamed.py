@@ -11,7 +11,7 @@ from tests.kernels.test_quantized_decode_emulated import random_weight
 from twofour import kernels
 from twofour.kernels import reference
 from twofour.nn import fuse_, unfuse_
-from twofour.nn.fuse import FusedLinear
+from twofour.nn.fused import FusedLinear
 from twofour.nn.quantized import QuantizedLinear
 from twofour.packed import as_stored, from_nibbles, unpack, validate
 from twofour.quantize import SCHEMES

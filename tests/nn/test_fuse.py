@@ -11,7 +11,7 @@ import twofour
 from twofour.errors import InputError
 from twofour.kernels import reference
 from twofour.nn import SparseLinear, fuse_, packed_layers, unfuse_
-from twofour.nn.fuse import GatedMLP, SharedInput, gated
+from twofour.nn.fused import GatedMLP, SharedInput, gated
 
 
 def tiny_llama(**options):

@@ -12,7 +12,7 @@ from twofour import kernels
 from twofour.errors import InputError
 from twofour.kernels import cusparselt
 from twofour.nn import SparseConv2d, SparseLinear
-from twofour.nn.fuse import FusedLinear
+from twofour.nn.fused import FusedLinear
 from twofour.packed import in_order
 from twofour.select import Layer
 
