@@ -1,4 +1,7 @@
-"""Write the tables of docs/speed.md from the rows in benchmarks/results: python benchmarks/tables.py"""
+"""Write the tables of docs/speed-tables.md and the plot of docs/speed.md from the rows in benchmarks/results.
+
+python benchmarks/tables.py
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,28 @@ import re
 from pathlib import Path
 from typing import Any
 
+from twofour.report.plots import Axis, Point, Reference, Scatter, Series
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "speed.md"
+PAGE = ROOT / "docs" / "speed-tables.md"
+PLOT = ROOT / "docs" / "speed.svg"
 END_TO_END, QUANTIZED = "h200-end-to-end-8b.json", "h200-quantized-8b.json"
 INT4_70B = "h200-int4-70b.json"
 NAMES = ("twofour", "hopper", "ampere", "cusparselt", "torch24")
+#: Of the plot: its colours on paper and on a dark page. One drawing for both, as a README shows it.
+STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #1c1e21 } .tick, .note { fill: #565d64 }
+.grid { stroke: #dfe1dd } .axis { stroke: #565d64 } .line, .reference { fill: none; stroke-width: 2 }
+.reference { stroke: #767d85; stroke-dasharray: 4 3 }
+.s0 { stroke: #767d85 } .s1 { stroke: #0a63b8 } .s2 { stroke: #b14a00 } .s3 { stroke: #1b7a4b }
+.s4 { stroke: #a8324a }
+.mark.s0 { fill: #767d85 } .mark.s1 { fill: #0a63b8 } .mark.s2 { fill: #b14a00 } .mark.s3 { fill: #1b7a4b }
+.mark.s4 { fill: #a8324a }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6e8ea } .tick, .note { fill: #a9b1b8 } .grid { stroke: #33383d }
+}
+"""
 
 
 def product_rows(model: str) -> list[dict[str, Any]]:
@@ -90,7 +109,59 @@ def end_to_end(file: str, forms: tuple[str, ...], baseline: str, memory: tuple[s
     return "\n".join(lines)
 
 
-def main() -> None:
+def plot() -> str:
+    """A layer's four products together, × dense bf16 of the same run, over the number of tokens."""
+    sixteen = product_rows("8b")
+    fewer = json.loads((RESULTS / QUANTIZED).read_text())["products"]
+    series = [
+        _layer("int4", [r for r in fewer if r["scheme"] == "int4"], "twofour", 2),
+        _layer("fp8", [r for r in fewer if r["scheme"] == "fp8"], "twofour", 3),
+        _layer("16 bit", sixteen, "twofour", 1),
+        _layer("dense fp8", [r for r in fewer if r["scheme"] == "fp8"], "dense fp8", 0),
+        _layer("PyTorch's own 2:4, 16 bit", sixteen, "torch24", 4),
+    ]
+    drawn = Scatter(
+        "The four products of a Llama-3-8B layer, times as fast as dense bf16",
+        "; ".join(f"{s.name}: " + ", ".join(p.label for p in s.points) for s in series),
+        Axis("tokens", log=True),
+        Axis("times dense bf16", low=0.0),
+        series,
+        [Reference([(1, 1), (16384, 1)], "dense bf16")],
+        height=320,
+    ).draw(760, "speed")
+    legend, left = [], 70.0
+    for one in series:
+        legend.append(f'<line class="line s{one.colour}" x1="{left:g}" x2="{left + 18:g}" y1="14" y2="14"/>')
+        legend.append(f'<text x="{left + 23:g}" y="18">{one.name}</text>')
+        left += 23 + 6.5 * len(one.name) + 22
+    width, height = 760, 350
+    inner = drawn.replace("<svg ", '<svg y="30" ', 1)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}">'
+        f"<style>{STYLE}</style>{''.join(legend)}{inner}</svg>\n"
+    )
+
+
+def _layer(name: str, rows: list[dict[str, Any]], contender: str, colour: int) -> Series:
+    """Where all four weights were measured: the sum of dense's times over the sum of the contender's."""
+    times: dict[int, list[tuple[float, float]]] = {}
+    dense = {(r["shape"], r["tokens"]): r["graph_ms"]["p50"] for r in rows if r["contender"] == "dense"}
+    for row in rows:
+        if row["contender"] == contender and row["graph_ms"]:
+            # The contenders of a cell may be of several runs; the row's own ratio is of its run.
+            ratio, other = row["times_dense_graph"], dense[row["shape"], row["tokens"]]
+            times.setdefault(row["tokens"], []).append((other, other / ratio))
+    points = []
+    for tokens, cells in sorted(times.items()):
+        if len(cells) == 4:
+            ratio = sum(d for d, _ in cells) / sum(ours for _, ours in cells)
+            points.append(Point(tokens, ratio, f"{tokens} tokens {ratio:.2f}×"))
+    return Series(name, points, colour, line=True)
+
+
+def page() -> str:
+    """The page with its tables made anew; what stands between them is kept."""
     page = PAGE.read_text()
     forms = ("torch24", "twofour", "dense_fused", "fused")
     tables = {
@@ -109,8 +180,9 @@ def main() -> None:
     for name, table in tables.items():
         marks = f"<!-- {name} -->", f"<!-- /{name} -->"
         page = re.sub(f"{marks[0]}.*?{marks[1]}", f"{marks[0]}\n{table}\n{marks[1]}", page, flags=re.S)
-    PAGE.write_text(page)
+    return page
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page())
+    PLOT.write_text(plot())

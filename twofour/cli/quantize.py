@@ -119,7 +119,7 @@ def pruned_layer_by_layer(model: Path) -> str | None:
 
 def tuned_on_the_same_windows(model: Path, calibration: CalibrationOptions) -> bool:
     """Whether `prune --method best` has seen them: the model then knows them by heart, and rounding that goes
-    by what it does there can do much harm elsewhere (docs/quantize.md)."""
+    by what it does there can do much harm elsewhere (docs/accuracy.md)."""
     from twofour.io.checkpoint import Checkpoint
     from twofour.io.record import last_step, was_tuned
 

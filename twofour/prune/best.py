@@ -1,7 +1,7 @@
 """`best`: the stack of methods that measures best per minute. The default where there is calibration text.
 
 Masks and weights of each layer by ADMM, then the whole block tuned against the dense model's outputs, with a
-guard. Which parts are in it, and what each is worth, was measured: docs/prune.md has the table.
+guard. Which parts are in it, and what each is worth, was measured: docs/accuracy.md has the table.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def default_rate(parameters: int, recipe: str, step_tokens: int) -> float:
     """3e-4 for a model of 15 million parameters and small steps, falling with the root of the model's size.
 
     Large steps have less noise in their gradients and bear a rate that grows with the root of their tokens:
-    1e-3 at 32,768 for the same model. Measured on small models only: docs/recover.md. Adapters are few and
+    1e-3 at 32,768 for the same model. Measured on small models only: docs/accuracy.md. Adapters are few and
     start from nothing: 10 times it. The rate of scales is one of their logarithms: the same for all models.
     """
     if recipe == SCALES:
