@@ -107,6 +107,7 @@ def main() -> None:
         "--methods", nargs="+", default=["sparsegpt"], help="whose masks; joint rows need none"
     )
     parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--round-samples", type=int, help="windows for rounding; default: as for pruning")
     parser.add_argument("--seqlen", type=int, default=256)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--windows", type=int, default=None, help="score only the first so many")
@@ -144,9 +145,10 @@ def run(given: argparse.Namespace, work: Path) -> None:
             from_gguf(given.model, source)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     scored = windows_of(tokenizer, given.evaluation, given.context, given.windows)
+    rounded_on = given.round_samples or given.samples
     calibration, others = (
-        CalibrationOptions(given.calibration, given.samples, given.seqlen, seed)
-        for seed in (given.seed, given.seed + 1)
+        CalibrationOptions(given.calibration, samples, given.seqlen, seed)
+        for samples, seed in ((given.samples, given.seed), (rounded_on, given.seed + 1))
     )
     device = torch.device(given.device)
     named = {
@@ -155,7 +157,9 @@ def run(given: argparse.Namespace, work: Path) -> None:
     }
     about = {
         "calibration": f"{given.samples}x{given.seqlen} of {given.calibration.name}, seed {given.seed}",
-        "rounded_on": f"seed {given.seed + 1}",
+        "rounded_on": f"{rounded_on}x{given.seqlen}, seed {given.seed + 1}"
+        if rounded_on != given.samples
+        else f"seed {given.seed + 1}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "twofour": twofour.__version__,
