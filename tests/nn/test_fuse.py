@@ -1,5 +1,6 @@
 """Fused layers compute the same, keep their names in the state dict, and come apart again."""
 
+import contextlib
 import copy
 
 import pytest
@@ -218,15 +219,15 @@ def test_the_gated_operator(activation):
 class MLP(nn.Module):
     """A gated MLP, up first, with whatever is asked for around it."""
 
-    def __init__(self, activate=F.silu, std=0.1, end=lambda y: y):
+    def __init__(self, activate=F.silu, std=0.1, end=lambda y: y, change=lambda y: y):
         super().__init__()
         self.up_proj, self.gate_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
-        self.activate, self.end = activate, end
+        self.activate, self.end, self.change = activate, end, change
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=std)
 
     def forward(self, x):
-        return self.end(self.down_proj(self.activate(self.gate_proj(x)) * self.up_proj(x)))
+        return self.end(self.down_proj(self.activate(self.gate_proj(x)) * self.change(self.up_proj(x))))
 
 
 @torch.no_grad()
@@ -248,16 +249,45 @@ def test_which_activation_it_is_does_not_depend_on_how_large_the_weights_are(act
         MLP(lambda v: v * torch.sigmoid(1.702 * v)),
         MLP(torch.relu),
         MLP(lambda v: 0.99 * F.silu(v)),
+        MLP(lambda v: F.silu(v.clamp(max=10.0))),
+        MLP(change=lambda v: v.clamp(-10.0, 10.0)),
+        MLP(change=torch.abs),
         MLP(end=lambda y: 0.96 * y),
+        MLP(end=lambda y: y.mul_(0.96)),
         MLP(end=lambda y: y + 1e-4),
         MLP(end=lambda y: (y, None)),
     ],
-    ids=["quick gelu", "relu", "factor inside", "factor", "summand", "two outputs"],
+    ids=[
+        *("quick gelu", "relu", "factor inside", "gate clamped", "up clamped", "up without sign"),
+        *("factor", "factor in place", "summand", "two outputs"),
+    ],
 )
 def test_what_is_only_nearly_a_gated_mlp_is_not_fused_into_one(mlp):
     x = torch.randn(5, 32)
     model = packed(nn.Sequential(mlp))
     fuse_(model, x)
+    assert not any(isinstance(m, GatedMLP) for m in model.modules())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", [None, "meta"], ids=["", "another default device"])
+def test_a_gated_mlp_may_work_in_place(device):
+    class InPlace(MLP):
+        def forward(self, x):
+            return self.down_proj(self.up_proj(x).mul_(F.silu(self.gate_proj(x), inplace=True)))
+
+    model, x = packed(nn.Sequential(InPlace())), torch.randn(5, 32)
+    wanted = model(x)
+    with torch.device(device) if device else contextlib.nullcontext():
+        fuse_(model, x)
+    assert isinstance(model[0], GatedMLP)
+    torch.testing.assert_close(model(x), wanted)
+
+
+@torch.no_grad()
+def test_an_example_without_tokens_tells_no_activation():
+    model = packed(nn.Sequential(MLP()))
+    fuse_(model, torch.empty(0, 32))
     assert not any(isinstance(m, GatedMLP) for m in model.modules())
 
 

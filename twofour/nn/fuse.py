@@ -36,6 +36,13 @@ from twofour.nn.quantized import QuantizedLinear
 #: by up to a tenth, and both from silu by more.
 GATES = (-3.0, 6.0)
 
+#: What some gates, and some factors, are given besides: beyond any limit they may be clamped to, as there are
+#: models with, and so that products with the other side's numbers are still within 16 bits.
+LARGE = 3e4
+
+#: On how many numbers of each of an input's dimensions but the last that is told.
+LOOK = 8
+
 #: How far from activate(gate) * up a hidden value may be, relative: a few roundings, of float32 at least.
 TOLERANCE = 1e-3
 
@@ -166,14 +173,15 @@ def _activation_between(
     """The activation if the module is down(activate(gate) * up) and nothing else, by one run of it.
 
     In that run its layers give chosen numbers: what they give by themselves may be so small, or so large,
-    that all activations are alike there, and gate and up as well.
+    that all activations are alike there, and gate and up as well. A module may change them in place.
     """
-    random = torch.Generator().manual_seed(0)
+    if not x.numel():
+        return None
+    x = x[tuple(slice(LOOK) for _ in x.shape[:-1])].clone()
     shape = (*x.shape[:-1], gate.out_features)
-    spread = torch.linspace(*GATES, math.prod(shape))[torch.randperm(math.prod(shape), generator=random)]
-    first = spread.reshape(shape).to(x.device)
-    second = torch.empty(shape).uniform_(0.5, 2, generator=random).to(x.device)
-    last = torch.randn(*x.shape[:-1], down.out_features, generator=random).to(x)
+    first, second = (numbers.to(x.device) for numbers in _gates_and_factors(shape))
+    last = torch.linspace(-1, 1, math.prod(x.shape[:-1]) * down.out_features, device="cpu")
+    last = last.reshape(*x.shape[:-1], -1).to(x)
     hidden: list[Tensor] = []
 
     def catch(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
@@ -181,10 +189,10 @@ def _activation_between(
         return (x.new_zeros(shape),)
 
     hooks = [
-        gate.register_forward_hook(lambda *_: first),
-        up.register_forward_hook(lambda *_: second),
+        gate.register_forward_hook(lambda *_: first.clone()),
+        up.register_forward_hook(lambda *_: second.clone()),
         down.register_forward_pre_hook(catch),
-        down.register_forward_hook(lambda *_: last),
+        down.register_forward_hook(lambda *_: last.clone()),
     ]
     try:
         out = module(x)
@@ -203,6 +211,21 @@ def _activation_between(
         if bool(((hidden[0].float() - wanted).abs() <= allowed * wanted.abs()).all()):
             return activation
     return None
+
+
+def _gates_and_factors(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The chosen numbers: every eighth gate is large, and the factor of every eighth other one."""
+    cpu: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
+    count = math.prod(shape)
+    place = torch.randperm(count, **cpu)
+    gates = torch.linspace(*GATES, count, dtype=torch.float32, device="cpu")[place]
+    factors = torch.rand(count, dtype=torch.float32, **cpu) + 0.5
+    factors[torch.rand(count, **cpu) < 0.5] *= -1
+    kind = place % 8
+    gates[kind == 0] = LARGE
+    gates[kind == 1] = 0.5
+    factors[kind == 1] *= LARGE
+    return gates.reshape(shape), factors.reshape(shape)
 
 
 def _share_inputs(parent: nn.Module, seen: dict[nn.Module, Seen]) -> None:

@@ -53,7 +53,7 @@ def as_fused_norm(module: nn.Module) -> FusedNorm | None:
         return None
     weight = module.get_parameter("weight")
     random = torch.Generator().manual_seed(0)
-    like = torch.randn(8, weight.shape[0], generator=random).to(weight)
+    like = torch.randn(8, weight.shape[0], generator=random, device="cpu").to(weight)
     for scale in SCALES:
         x = like * scale
         try:

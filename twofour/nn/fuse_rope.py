@@ -206,7 +206,7 @@ def _same(function: Rotary, dtype: torch.dtype, factors: torch.dtype, part: bool
     batch, tokens, heads, kv_heads, width = 2, 5, 4, 2, 32
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random)
+        return torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
 
     cos, sin = (draw(batch, tokens, width // 2 if part else width).to(factors) for _ in "cs")
     q, k = draw(batch, tokens, heads, width).to(dtype), draw(batch, tokens, kv_heads, width).to(dtype)
