@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from twofour.errors import InputError
 from twofour.io.check import check
 from twofour.io.prune import prune_checkpoint
 from twofour.io.prune_calibrated import CalibrationOptions
@@ -135,24 +138,84 @@ def test_resume_gives_the_same_weights(dense, text, tmp_path, method):
         assert without_seconds(steps[0][part]) == without_seconds(steps[1][part])
 
 
-def test_work_of_other_options_is_not_taken_over(dense, text, tmp_path):
+def stopped(dense, text, out, method="wanda"):
+    """A run that was cut short after its first block."""
+
     def stop(done, total, label):
         raise Killed
 
     with pytest.raises(Killed):
-        prune_checkpoint(dense, tmp_path / "out", "wanda", **options(text), on_progress=stop)
-    prune_checkpoint(dense, tmp_path / "out", "sparsegpt", **options(text), resume=True)
+        prune_checkpoint(dense, out, method, **options(text), on_progress=stop)
+    return out.parent / f".{out.name}.blocks"
+
+
+def test_other_options_do_not_go_on_with_finished_blocks(dense, text, tmp_path):
+    work = stopped(dense, text, tmp_path / "out")
+    calibrated = {"calibration": CalibrationOptions(text, samples=7, seqlen=32)}
+    for other, named in (("sparsegpt", options(text)), ("wanda", calibrated)):
+        with pytest.raises(InputError, match=r"other settings: (method|samples) was .*leave out --resume"):
+            prune_checkpoint(dense, tmp_path / "out", other, **named, resume=True)
+    assert (work / "block-0000.safetensors").exists()
+    prune_checkpoint(dense, tmp_path / "out", "sparsegpt", **options(text))
     prune_checkpoint(dense, tmp_path / "fresh", "sparsegpt", **options(text))
     one, other = (load_file(tmp_path / d / "model.safetensors") for d in ("out", "fresh"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not work.exists()
 
 
-def test_an_error_leaves_nothing(dense, text, tmp_path):
+def test_finished_blocks_survive_what_goes_wrong(dense, text, tmp_path, monkeypatch):
+    work = stopped(dense, text, tmp_path / "out")
+    first = work / "block-0000.safetensors"
+    again = partial(prune_checkpoint, dense, tmp_path / "out", "wanda", resume=True)
+    with pytest.raises(InputError, match="does not exist"):
+        again(**options(tmp_path / "typo.txt"))
+    assert first.exists()
+    with monkeypatch.context() as patch:
+
+        def full(*_, **__):
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        patch.setattr("twofour.io.finished.save_file", full)
+        with pytest.raises(InputError, match="disk is full.*kept.*--resume"):
+            again(**options(text))
+    assert first.exists()
+    first.write_bytes(first.read_bytes()[:100])  # as a disk may leave it
+    again(**options(text))
+    assert check(tmp_path / "out").ok
+
+
+def test_two_runs_do_not_write_the_same(dense, text, tmp_path):
+    def other(done, total, label):
+        with pytest.raises(InputError, match="another run is writing"):
+            prune_checkpoint(dense, tmp_path / "out", "wanda", **options(text))
+
+    prune_checkpoint(dense, tmp_path / "out", "wanda", **options(text), on_progress=other)
+    assert check(tmp_path / "out").ok
+
+
+def test_an_error_leaves_no_checkpoint(dense, text, tmp_path):
     tensors = load_file(dense / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp"):
         prune_checkpoint(dense, tmp_path / "out", "wanda", **options(text))
+    assert [path.name for path in tmp_path.glob("*out*")] == [".out.blocks"]
+    assert [path.name for path in (tmp_path / ".out.blocks").glob("block-*")] == ["block-0000.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"samples": 0}, "--samples"),
+        ({"samples": -3}, "--samples"),
+        ({"seqlen": 0}, "--seqlen"),
+        ({"seqlen": 4096}, "--seqlen 64"),
+        ({"seed": -(10**20)}, "seed"),
+    ],
+)
+def test_windows_that_cannot_be(given, said, dense, text, tmp_path):
+    with pytest.raises(InputError, match=said):
+        prune_checkpoint(dense, tmp_path / "out", calibration=CalibrationOptions(text, **given))
     assert not list(tmp_path.glob("*out*"))
 
 
@@ -248,16 +311,11 @@ def test_a_low_rank_correction_without_inputs_is_refused(twofour, dense, text, t
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_resume_begins_anew_where_the_model_has_become_another(dense, text, tmp_path):
-    def stop(done, total, label):
-        raise Killed
-
-    with pytest.raises(Killed):
-        prune_checkpoint(dense, tmp_path / "cut", "sparsegpt", **options(text), on_progress=stop)
+def test_a_model_that_has_become_another_does_not_go_on_with_finished_blocks(dense, text, tmp_path):
+    work = stopped(dense, text, tmp_path / "cut", "sparsegpt")
     tensors = load_file(dense / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"].neg_()
     save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
-    prune_checkpoint(dense, tmp_path / "cut", "sparsegpt", **options(text), resume=True)
-    prune_checkpoint(dense, tmp_path / "whole", "sparsegpt", **options(text))
-    one, other = (load_file(tmp_path / d / "model.safetensors") for d in ("whole", "cut"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(InputError, match=r"files have changed since the run to resume: .*model\.safetensors"):
+        prune_checkpoint(dense, tmp_path / "cut", "sparsegpt", **options(text), resume=True)
+    assert (work / "block-0000.safetensors").exists()

@@ -1,5 +1,6 @@
 """`twofour recover`: directory to directory, killed and resumed, and what it refuses."""
 
+import errno
 import json
 import os
 import resource
@@ -311,6 +312,58 @@ def test_resuming_with_other_settings_is_refused(pruned, text, tmp_path):
     parts = Recover(**SHORT, accumulate=2, checkpointing=True)  # the same result in another way
     recover_checkpoint(pruned, tmp_path / "out", [text], options=parts, resume=True)
     assert check(tmp_path / "out").ok
+
+
+def test_a_run_that_is_not_known_is_not_gone_on_with(pruned, text, tmp_path):
+    def cut(done, total, label):
+        if done >= 4:
+            raise Killed
+
+    arguments = (pruned, tmp_path / "out", [text])
+    with pytest.raises(Killed):
+        recover_checkpoint(*arguments, options=Recover(**SHORT), on_progress=cut)
+    work = tmp_path / ".out.recover"
+    for wrong in ("[1]", "{"):
+        (work / "run.json").write_text(wrong)
+        with pytest.raises(InputError, match=r"run\.json cannot be read"):
+            recover_checkpoint(*arguments, options=Recover(**SHORT), resume=True)
+    with pytest.raises(InputError, match="does not exist"):  # also when it would start anew
+        recover_checkpoint(pruned, tmp_path / "out", [text, "typo.txt"], options=Recover(**SHORT))
+    assert (work / "state.safetensors").exists()
+    recover_checkpoint(*arguments, options=Recover(**SHORT))
+    assert check(tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_full_disk_in_the_middle(finished, pruned, text, tmp_path, monkeypatch):
+    from twofour.recover import state
+
+    def save(tensors, path, metadata):
+        if not finished or path.name.startswith("best"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path, metadata=metadata)
+
+    def cut(done, total, label):
+        if done >= 4:
+            raise Killed
+
+    if finished:
+        with pytest.raises(Killed):
+            recover_checkpoint(pruned, tmp_path / "out", [text], options=Recover(**SHORT), on_progress=cut)
+    monkeypatch.setattr(state, "save_file", save)
+    with pytest.raises(InputError, match="disk is full.*" + ("--resume" if finished else "nothing")):
+        recover_checkpoint(pruned, tmp_path / "out", [text], options=Recover(**SHORT), resume=True)
+    assert (tmp_path / ".out.recover").exists() == finished
+
+
+def test_a_model_that_gives_nan_is_refused(twofour, pruned, text, tmp_path):
+    weights = load_file(pruned / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, pruned / "model.safetensors", metadata={"format": "pt"})
+    ran = twofour("recover", pruned, tmp_path / "out", "--data", text, *flags())
+    assert ran.status == 2
+    assert "gives NaN" in ran.err
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_what_was_trained_survives_a_failure_to_write(pruned, text, tmp_path, monkeypatch):

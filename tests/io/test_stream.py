@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from twofour.errors import InputError
 from twofour.io import stream
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.pack import pack_checkpoint
@@ -131,7 +132,10 @@ def test_without_resume_it_starts_anew(small_shards, dense, tmp_path):
 def test_partial_result_of_other_options_is_not_taken_over(small_shards, dense, tmp_path):
     with pytest.raises(Killed):
         prune_checkpoint(dense, tmp_path / "out", on_progress=stop_after(12))
-    prune_checkpoint(dense, tmp_path / "out", exclude=["*.o_proj"], resume=True)
+    with pytest.raises(InputError, match="other settings.*leave out --resume"):
+        prune_checkpoint(dense, tmp_path / "out", exclude=["*.o_proj"], resume=True)
+    assert len(list((tmp_path / ".out.partial").glob("*.safetensors"))) > 0
+    prune_checkpoint(dense, tmp_path / "out", exclude=["*.o_proj"])
     kept = tensors(tmp_path / "out")["model.layers.0.self_attn.o_proj.weight"]
     assert torch.equal(kept, tensors(dense)["model.layers.0.self_attn.o_proj.weight"])
 

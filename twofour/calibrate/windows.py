@@ -37,3 +37,19 @@ def sample_windows(
     random = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(tokens) - length + 1, (samples,), generator=random)
     return torch.stack([tokens[start : start + length] for start in starts.tolist()])
+
+
+def require_windows(windows: Any, model: Any = None) -> None:
+    """Refuse what are no token ids [count, length], or none of this model."""
+    if not isinstance(windows, Tensor):
+        raise InputError(f"windows are a tensor of token ids, not a {type(windows).__name__}.")
+    whole = not (windows.is_floating_point() or windows.is_complex() or windows.dtype == torch.bool)
+    if windows.dim() != 2 or windows.shape[1] < 2 or not len(windows) or not whole:
+        raise InputError(
+            "windows are token ids [count, length] with two tokens or more, "
+            f"not {list(windows.shape)} of {windows.dtype}."
+        )
+    config_of = getattr(getattr(model, "config", None), "get_text_config", None)
+    vocabulary = None if config_of is None else config_of().vocab_size
+    if vocabulary is not None and not 0 <= int(windows.min()) <= int(windows.max()) < vocabulary:
+        raise InputError(f"the windows have tokens beyond the model's vocabulary of {vocabulary}.")

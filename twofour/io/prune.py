@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from torch import Tensor
 from twofour.calibrate import parallel
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
+from twofour.io.finished import FinishedBlocks
 from twofour.io.format import is_packed
-from twofour.io.prune_calibrated import CalibrationOptions, prune_blocks, pruned_weights, read_pruned
+from twofour.io.prune_calibrated import CalibrationOptions, prune_blocks
 from twofour.io.record import add_step
-from twofour.io.stream import rewrite
+from twofour.io.stream import require_sound, rewrite
 from twofour.io.structure import CheckpointLayers, checkpoint_layers
 from twofour.io.writer import CheckpointWriter, require_new
 from twofour.progress import OnProgress, silent
@@ -93,34 +93,28 @@ def prune_checkpoint(
         parallel.wait()
         return step
 
-    work = Path(out).absolute().parent / f".{Path(out).absolute().name}.blocks"
-    try:
+    if parallel.is_first():
+        require_sound(checkpoint, on_progress)
+    with FinishedBlocks(out) as work:
         prune_blocks(
             *(checkpoint, layers, chosen, work, described, calibration),
             resume=resume,
             on_progress=on_progress,
         )
-    except Exception:
         if parallel.is_first():
-            shutil.rmtree(work, ignore_errors=True)  # an error would come again; a run cut short may go on
-        raise
-    if not parallel.is_first():
-        parallel.wait()
-        return step
-    # If only the writing fails (a full disk), the blocks stay: --resume need not prune again.
-    with pruned_weights(work) as found:
-        if found.blocks:
-            step["blocks"] = {block.pop("block"): block for block in found.blocks}
+            found = work.contents()
+            if found.blocks:
+                step["blocks"] = found.blocks
 
-        def place(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-            if name not in found.files:
-                return {name: tensor}, {}
-            base = name.removesuffix("weight")
-            own = [name, *(f"{base}lowrank_{side}" for side in ("left", "right"))]
-            tensors = {key: read_pruned(found.files[key], key) for key in own if key in found.files}
-            return tensors, dict(found.notes.get(name, {}))
+            def place(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+                if name not in layers.by_tensor and name not in found.files:
+                    return {name: tensor}, {}
+                base = name.removesuffix("weight")
+                extra = [key for side in ("left", "right") if (key := f"{base}lowrank_{side}") in found.files]
+                return {key: found.read(key) for key in (name, *extra)}, dict(found.notes.get(name, {}))
 
-        rewrite(checkpoint, out, place, described, finish)
+            rewrite(checkpoint, out, place, described, finish)
+            work.remove()
     parallel.wait()
     return step
 

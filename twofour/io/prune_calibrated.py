@@ -10,17 +10,11 @@ old, as any other stage does it.
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from twofour.calibrate import parallel
@@ -31,6 +25,7 @@ from twofour.calibrate.windows import sample_windows
 from twofour.calibrate.written import write_windows
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint, stamps
+from twofour.io.finished import FinishedBlocks
 from twofour.io.load import load_causal_lm
 from twofour.io.streamed import DTYPES, StreamedBlocks, open_streamed
 from twofour.io.structure import CheckpointLayers, keys_in_files
@@ -45,9 +40,6 @@ from twofour.version import __version__
 
 #: Above this a model is calibrated in the dtype of its checkpoint rather than in float32.
 FLOAT32_UP_TO = 8 << 30
-
-#: Beside the files of the blocks: which run they are of.
-_RUN = "run.json"
 
 #: In place of a file: the model writes its calibration text itself.
 SELF = "self"
@@ -69,6 +61,21 @@ class CalibrationOptions:
     lowrank: int = 0
     permute: bool = False
 
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise InputError(f"{self.samples} windows of text are none.", hint="Give --samples 1 or more.")
+        if self.seqlen is not None and self.seqlen < 2:
+            raise InputError(
+                f"windows of {self.seqlen} tokens are too short.",
+                hint="Give --seqlen 2 or more, or leave it out.",
+            )
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise InputError(f"the seed {self.seed} has more than 64 bits.", hint="Give a smaller one.")
+        if self.lowrank < 0:
+            raise InputError(
+                f"a correction of rank {self.lowrank} is none.", hint="Give --lowrank 1 or more."
+            )
+
     def as_recorded(self) -> dict[str, Any]:
         """As it stands in the record of the step. What is off, of what is an extra, is not named."""
         recorded = {**dataclasses.asdict(self), "calib": str(self.calib)}
@@ -79,7 +86,7 @@ def prune_blocks(
     checkpoint: Checkpoint,
     layers: CheckpointLayers,
     method: Method,
-    work: Path,
+    work: FinishedBlocks,
     options: dict[str, Any],
     calibration: CalibrationOptions,
     *,
@@ -89,16 +96,14 @@ def prune_blocks(
     """Leave the pruned weights of every block in `work`, with notes about each."""
     model, windows, weights = open_for_calibration(checkpoint, layers, calibration, on_progress)
     run = run_of(options, checkpoint, calibration)
-    finished = parallel.of_first(finished_blocks(work, run) if resume else 0)
-    if not finished and parallel.is_first():
-        begin(work, run)
+    finished = parallel.of_first(work.begin(run, resume=resume) if parallel.is_first() else 0)
     keys = {f"{layer.name}.weight": key for key, layer in layers.by_tensor.items()}
     keys = parameters_in_files(model, checkpoint) | keys
 
     @torch.no_grad()
     def restore(number: int) -> None:
         names = {key: name for name, key in keys.items()}
-        with safe_open(work / block_file(number), framework="pt") as opened:
+        with safe_open(work.file(number), framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (not a dict)
                 if key in names:
                     model.get_parameter(names[key]).copy_(opened.get_tensor(key))
@@ -146,29 +151,26 @@ def prune_blocks(
         if not parallel.is_first():
             return
         reordered = {layer: {"permutation": note} for layer, note in moved.notes.items()}
-        metadata = {
-            "notes": {
-                keys[f"{layer.name}.weight"]: {
-                    "layer": layer.name,
-                    "shape": list(layer.shape),
-                    **note,
-                    **reordered.get(layer, {}),
-                }
-                for layer, note in notes.items()
-            },
-            "block": {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {},
+        of_layers = {
+            keys[f"{layer.name}.weight"]: {
+                "layer": layer.name,
+                "shape": list(layer.shape),
+                **note,
+                **reordered.get(layer, {}),
+            }
+            for layer, note in notes.items()
         }
-        files.write(work / block_file(block.number), stored, {k: json.dumps(v) for k, v in metadata.items()})
+        of_block = {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {}
+        work.write(block.number, stored, of_layers, of_block)
 
-    with FilesBehind() as files:
-        run_calibrated(
-            *(model, list(layers.by_tensor.values()), windows, method, change),
-            device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
-            finished=finished,
-            restore=restore,
-            weights=weights,
-            on_progress=on_progress,
-        )
+    run_calibrated(
+        *(model, list(layers.by_tensor.values()), windows, method, change),
+        device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
+        finished=finished,
+        restore=restore,
+        weights=weights,
+        on_progress=on_progress,
+    )
 
 
 def open_for_calibration(
@@ -185,7 +187,12 @@ def open_for_calibration(
     model, tokenizer, weights = open_blocks(checkpoint, layers, dtype, whole=documents is None)
     longest = model.config.get_text_config().max_position_embeddings
     samples, seed = calibration.samples, calibration.seed
-    length = min(calibration.seqlen or 2048, longest)
+    length = min(2048, longest) if calibration.seqlen is None else calibration.seqlen
+    if length > longest:
+        raise InputError(
+            f"windows of {length} tokens are longer than the {longest} that the model takes.",
+            hint=f"Give --seqlen {longest} or less, or leave it out.",
+        )
     if documents is None:
         windows = write_windows(model, tokenizer, samples, length, seed, on_progress)
     else:
@@ -203,65 +210,6 @@ def open_blocks(
     return *load_causal_lm(checkpoint.directory, device="cpu", dtype=dtype or "auto"), None
 
 
-class FilesBehind:
-    """Writes the file of a block while the next block is worked on: one at a time, all of them at the end."""
-
-    def __init__(self) -> None:
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="finished block")
-        self._last: Future[None] | None = None
-
-    def write(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-        self._wait()
-        self._last = self._writer.submit(_write_whole, path, tensors, metadata)
-
-    def _wait(self) -> None:
-        if self._last is not None:
-            self._last.result()  # what went wrong is raised here
-
-    def __enter__(self) -> FilesBehind:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._writer.shutdown()  # also when cut short: what is finished is there for --resume
-        if kind is None:
-            self._wait()
-
-
-def _write_whole(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    partial = path.with_name("block.partial")
-    save_file(tensors, partial, metadata=metadata)
-    partial.rename(path)
-
-
-@dataclasses.dataclass
-class PrunedBlocks:
-    """What is in the files of the blocks: where each tensor is, the notes about layers, and about blocks."""
-
-    files: dict[str, Path]
-    notes: dict[str, dict[str, Any]]
-    blocks: list[dict[str, Any]]
-
-
-@contextmanager
-def pruned_weights(work: Path) -> Iterator[PrunedBlocks]:
-    """What was pruned and tuned, and what was noted about it; the work is removed when all went well."""
-    found = PrunedBlocks({}, {}, [])
-    for file in sorted(work.glob("block-*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata()
-            found.files |= dict.fromkeys(opened.keys(), file)
-        found.notes |= json.loads(metadata["notes"])
-        if block := json.loads(metadata["block"]):
-            found.blocks.append(block)
-    yield found
-    shutil.rmtree(work)
-
-
-def read_pruned(file: Path, key: str) -> Tensor:
-    with safe_open(file, framework="pt") as opened:
-        return opened.get_tensor(key)
-
-
 def checkpoint_dtype(checkpoint: Checkpoint, key: str) -> torch.dtype:
     dtype = DTYPES.get(checkpoint.tensors[key].dtype)
     if dtype is None:
@@ -269,10 +217,6 @@ def checkpoint_dtype(checkpoint: Checkpoint, key: str) -> torch.dtype:
             f"a weight stored as {checkpoint.tensors[key].dtype} cannot be calibrated.", layer=key
         )
     return dtype
-
-
-def block_file(number: int) -> str:
-    return f"block-{number:04d}.safetensors"
 
 
 def run_of(
@@ -284,27 +228,7 @@ def run_of(
     """What must be the same for a run to go on with the blocks of an earlier one: options, files, program."""
     text = [] if str(calibration.calib) == SELF else [calibration.calib]
     files = stamps(checkpoint, *text, *([] if teacher is None else [teacher]))
-    return {"options": options, "config": checkpoint.config, "files": files, "twofour": __version__}
-
-
-def begin(work: Path, run: dict[str, Any]) -> None:
-    """An empty directory for the blocks of this run."""
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    (work / _RUN).write_text(json.dumps(run))
-
-
-def finished_blocks(work: Path, run: dict[str, Any]) -> int:
-    """How many blocks from the first on an earlier run of the same has finished."""
-    try:
-        if json.loads((work / _RUN).read_text()) != run:
-            return 0
-    except (OSError, json.JSONDecodeError):
-        return 0
-    number = 0
-    while (work / block_file(number)).exists():
-        number += 1
-    return number
+    return {**options, "config": checkpoint.config, "files": files, "twofour": __version__}
 
 
 def parameters_in_files(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:

@@ -7,7 +7,6 @@ prunes on the way: that is `twofour prune --scheme`.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,14 +18,16 @@ from torch import Tensor, nn
 from twofour.calibrate.blocks import Block, Teacher
 from twofour.calibrate.experts import opened_experts
 from twofour.calibrate.parallel import require_alone
+from twofour.calibrate.windows import require_windows
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
+from twofour.io.finished import FinishedBlocks
 from twofour.io.format import is_packed, packed_config, stub
 from twofour.io.pack import layers_to_pack, lowrank_of
-from twofour.io.prune_calibrated import CalibrationOptions, read_pruned
-from twofour.io.quantize_calibrated import PARTS, FinishedWork, described_layer, quantize_into
+from twofour.io.prune_calibrated import CalibrationOptions
+from twofour.io.quantize_calibrated import PARTS, described_layer, quantize_into
 from twofour.io.record import add_step, summary, was_permuted, was_tuned
-from twofour.io.stream import rewrite
+from twofour.io.stream import require_sound, rewrite
 from twofour.io.structure import CheckpointLayers
 from twofour.io.writer import CheckpointWriter, require_new
 from twofour.nn.convert import packed_layers
@@ -130,6 +131,8 @@ def quantize_(
     """
     options = QuantizeOptions(scheme, group, rounding, smooth, tune, teacher)
     chosen, how, smoothed = options.settled(windows is not None)
+    if windows is not None:
+        require_windows(windows, model)
     _refuse_corrections(lowrank_layers(model))
     with opened_experts(model) as experts, opened_experts(teacher) if teacher else nullcontext():
         layers = require_layers(select(model, include, exclude)).layers
@@ -243,8 +246,8 @@ def quantize_checkpoint(
             on_progress=on_progress,
         )
         return step
-    work = Path(out).absolute().parent / f".{Path(out).absolute().name}.blocks"
-    try:
+    require_sound(checkpoint, on_progress)
+    with FinishedBlocks(out) as work:
         quantize_into(
             *(work, checkpoint, layers, scheme, rounding, calibration, described),
             teacher=teacher,
@@ -253,24 +256,23 @@ def quantize_checkpoint(
             resume=resume,
             on_progress=on_progress,
         )
-    except Exception:
-        shutil.rmtree(work, ignore_errors=True)  # an error would come again; a run cut short may go on
-        raise
-    found = FinishedWork.of(work)
-    if found.blocks:
-        step["blocks"] = found.blocks
+        found = work.contents()
+        if found.blocks:
+            step["blocks"] = found.blocks
 
-    def place(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        base = name.removesuffix(".weight")
-        keys = [f"{base}.{part}" for part in PARTS] if name in layers.by_tensor else [name]
-        if keys[0] not in found.files:
-            return {name: tensor}, {}
-        new = {key: read_pruned(found.files[key], key) for key in keys}
-        new |= {key: stubs[key] for key in stubs if key == name}
-        return new, dict(found.notes.get(name, {}))
+        def place(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+            base = name.removesuffix(".weight")
+            keys = [f"{base}.{part}" for part in PARTS] if name in layers.by_tensor else [name]
+            if name not in layers.by_tensor and name not in found.files:
+                return {name: tensor}, {}
+            new = {key: found.read(key) for key in keys}
+            new |= {key: stubs[key] for key in stubs if key == name}
+            return new, dict(found.notes.get(name, {}))
 
-    rewrite(checkpoint, out, place, described, finish, least=LEAST / 2 if _is_wide(checkpoint) else LEAST)
-    shutil.rmtree(work)
+        rewrite(
+            *(checkpoint, out, place, described, finish), least=LEAST / 2 if _is_wide(checkpoint) else LEAST
+        )
+        work.remove()
     return step
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +17,10 @@ from torch import Tensor
 
 from twofour.calibrate.blocks import Block, InModel, Teacher
 from twofour.io.checkpoint import Checkpoint
+from twofour.io.finished import FinishedBlocks
 from twofour.io.prune_calibrated import (
     CalibrationOptions,
-    FilesBehind,
-    begin,
-    block_file,
     checkpoint_dtype,
-    finished_blocks,
     open_blocks,
     open_for_calibration,
     parameters_in_files,
@@ -45,7 +41,7 @@ PARTS = ("weight_values", "weight_meta", "weight_scale")
 
 
 def quantize_into(
-    work: Path,
+    work: FinishedBlocks,
     checkpoint: Checkpoint,
     layers: CheckpointLayers,
     scheme: Scheme,
@@ -66,88 +62,61 @@ def quantize_into(
         dense, _, its_weights = open_blocks(teacher, layers, model.dtype)
         followed = Teacher(dense, its_weights or InModel())
     run = run_of(options, checkpoint, calibration, teacher)
-    finished = finished_blocks(work, run) if resume else 0
-    if not finished:
-        begin(work, run)
+    finished = work.begin(run, resume=resume)
     keys = {layer: key for key, layer in layers.by_tensor.items()}
     beside = parameters_in_files(model, checkpoint)
     smoothing = Smoothing(model, beside.__contains__) if smooth else None
-    with FilesBehind() as files:
 
-        @torch.no_grad()
-        def restore(number: int) -> list[Layer]:
-            with safe_open(work / block_file(number), framework="pt") as opened:
-                names = {key: name for name, key in beside.items()}
-                for key in opened.keys():  # noqa: SIM118 (not a dict)
-                    if key in names:
-                        model.get_parameter(names[key]).copy_(opened.get_tensor(key))
-                found = [layers.by_tensor[key] for key in json.loads(opened.metadata()["notes"])]
-                for layer in found:
-                    base = keys[layer].removesuffix(".weight")
-                    values, meta, scale = (opened.get_tensor(f"{base}.{part}") for part in PARTS)
-                    weight = model.get_parameter(f"{layer.name}.weight")
-                    matrix = unpack(values, meta, layer.columns, scale, weight.dtype)
-                    weight.copy_(layer.from_matrix(matrix))
-            return found
-
-        def keep(block: Block, rounded: dict[Layer, Rounded], tuned: Reconstructed | None) -> None:
-            tensors: dict[str, Tensor] = {}
-            notes: dict[str, dict[str, Any]] = {}
-            for layer, own in rounded.items():
-                key = keys[layer]
-                new, note = described_layer(key, layer, own.codes, checkpoint.tensors[key].nbytes)
-                tensors |= new
-                errors = {"relative_error": own.error, "output_error": own.output_error}
-                notes[key] = {**note, **errors, "tokens": own.tokens}
-            smoothed = smoothing.changed[block.name] if smoothing else ()
-            for name in dict.fromkeys((*smoothed, *(tuned.changed if tuned else ()))):
-                parameter = model.get_parameter(name)
-                stored = parameter.detach().to(checkpoint_dtype(checkpoint, beside[name]))
-                # What the next block sees is what will be on disk: a resumed run sees the same.
-                parameter.copy_(stored)
-                tensors[beside[name]] = stored
-            of_block = {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {}
-            files.write(
-                work / block_file(block.number),
-                {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
-                {"notes": json.dumps(notes), "block": json.dumps(of_block)},
-            )
-
-        quantize_blocks(
-            *(model, list(keys), windows, scheme, rounding, keep),
-            device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
-            prepare=smoothing,
-            tune=tune,
-            teacher=followed,
-            fit=not was_tuned(checkpoint.record),  # what pruning has tuned, a fit layer by layer would undo
-            may_change=beside.__contains__,
-            dtypes={layer: checkpoint_dtype(checkpoint, key) for layer, key in keys.items()},
-            finished=finished,
-            restore=restore,
-            weights=weights,
-            on_progress=on_progress,
-        )
-
-
-@dataclasses.dataclass
-class FinishedWork:
-    """Where each tensor is, the notes by the names of the weights, and those about tuned blocks by theirs."""
-
-    files: dict[str, Path]
-    notes: dict[str, dict[str, Any]]
-    blocks: dict[str, dict[str, Any]]
-
-    @classmethod
-    def of(cls, work: Path) -> FinishedWork:
-        found = cls({}, {}, {})
-        for file in sorted(work.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                found.files |= dict.fromkeys(opened.keys(), file)
-                metadata = opened.metadata()
-            found.notes |= json.loads(metadata["notes"])
-            if block := json.loads(metadata["block"]):
-                found.blocks[block.pop("block")] = block
+    @torch.no_grad()
+    def restore(number: int) -> list[Layer]:
+        with safe_open(work.file(number), framework="pt") as opened:
+            names = {key: name for name, key in beside.items()}
+            for key in opened.keys():  # noqa: SIM118 (not a dict)
+                if key in names:
+                    model.get_parameter(names[key]).copy_(opened.get_tensor(key))
+            found = [layers.by_tensor[key] for key in json.loads(opened.metadata()["notes"])]
+            for layer in found:
+                base = keys[layer].removesuffix(".weight")
+                values, meta, scale = (opened.get_tensor(f"{base}.{part}") for part in PARTS)
+                weight = model.get_parameter(f"{layer.name}.weight")
+                matrix = unpack(values, meta, layer.columns, scale, weight.dtype)
+                weight.copy_(layer.from_matrix(matrix))
         return found
+
+    def keep(block: Block, rounded: dict[Layer, Rounded], tuned: Reconstructed | None) -> None:
+        tensors: dict[str, Tensor] = {}
+        notes: dict[str, dict[str, Any]] = {}
+        for layer, own in rounded.items():
+            key = keys[layer]
+            new, note = described_layer(key, layer, own.codes, checkpoint.tensors[key].nbytes)
+            tensors |= new
+            errors = {"relative_error": own.error, "output_error": own.output_error}
+            notes[key] = {**note, **errors, "tokens": own.tokens}
+        smoothed = smoothing.changed[block.name] if smoothing else ()
+        for name in dict.fromkeys((*smoothed, *(tuned.changed if tuned else ()))):
+            parameter = model.get_parameter(name)
+            new = parameter.detach().to(checkpoint_dtype(checkpoint, beside[name]))
+            # What the next block sees is what will be on disk: a resumed run sees the same.
+            parameter.copy_(new)
+            tensors[beside[name]] = new
+        of_block = {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {}
+        stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        work.write(block.number, stored, notes, of_block)
+
+    quantize_blocks(
+        *(model, list(keys), windows, scheme, rounding, keep),
+        device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
+        prepare=smoothing,
+        tune=tune,
+        teacher=followed,
+        fit=not was_tuned(checkpoint.record),  # what pruning has tuned, a fit layer by layer would undo
+        may_change=beside.__contains__,
+        dtypes={layer: checkpoint_dtype(checkpoint, key) for layer, key in keys.items()},
+        finished=finished,
+        restore=restore,
+        weights=weights,
+        on_progress=on_progress,
+    )
 
 
 def described_layer(

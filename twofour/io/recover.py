@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,16 @@ from twofour.io.load import load_causal_lm
 from twofour.io.pack import layers_to_pack
 from twofour.io.prune_calibrated import DTYPES, checkpoint_dtype
 from twofour.io.record import add_step, last_step, summary
-from twofour.io.stream import rewrite
+from twofour.io.stream import require_sound, rewrite
 from twofour.io.structure import keys_in_files
+from twofour.io.workplace import beside, describe_run, disk_full, empty, held, is_disk_full, require_same_run
 from twofour.io.writer import CheckpointWriter, require_new
 from twofour.pattern import check_pattern, require_finite
 from twofour.progress import OnProgress, silent
 from twofour.recover.data import SELF, read_data
 from twofour.recover.losses import perplexity
 from twofour.recover.options import Recover
-from twofour.recover.state import Position, Store, describe_run, require_same_run
+from twofour.recover.state import Position, Store
 from twofour.recover.train import diverged, settle, train_
 from twofour.select import Layer
 
@@ -70,16 +71,18 @@ def recover_checkpoint(
         )
     if teacher is None and options.recipe != "masked":
         teacher = recorded_teacher(checkpoint)
-    work = Path(out).absolute().parent / f".{Path(out).absolute().name}.recover"
+    work = beside(Path(out), "recover")
     described = {
         "source": str(checkpoint.directory.absolute()),
         "data": [str(path) for path in data],
         "teacher": None if teacher is None else str(Path(teacher).absolute()),
         "eval_data": None if eval_data is None else str(eval_data),
     }
-    with _workplace(work, resume):
+    with _workplace(work, Path(out)):
+        if parallel.is_first():
+            require_sound(checkpoint, on_progress)
         final, settings, frozen = _trained(
-            *(checkpoint, data, teacher, options, work, described, eval_data, resume, on_progress)
+            *(checkpoint, data, teacher, options, work, Path(out), described, eval_data, resume, on_progress)
         )
         step = {
             "verb": "recover",
@@ -106,6 +109,7 @@ def _trained(
     teacher: str | Path | None,
     options: Recover,
     work: Path,
+    out: Path,
     described: dict[str, Any],
     eval_data: str | Path | None,
     resume: bool,
@@ -122,12 +126,17 @@ def _trained(
     made_of = [checkpoint, *(text for text in data if str(text) != SELF)]
     made_of += [] if teacher is None else [Checkpoint(teacher)]
     run = {**settings.outcome(), **described, "files": stamps(*made_of)}
-    if resume:
+    if resume and any(work.iterdir()):
         require_same_run(work, run)
     store = Store(work)
-    if parallel.is_first():
-        describe_run(work, run)
-    parallel.wait()
+
+    def begin() -> None:
+        if parallel.is_first():
+            if not resume:
+                empty(work)
+            describe_run(work, run, out)
+        parallel.wait()
+
     keys = tensor_names(model, checkpoint)
     frozen = sorted(name for name, p in model.named_parameters() if name not in keys and p.requires_grad)
     final = store.final() if resume else None
@@ -143,6 +152,7 @@ def _trained(
             teacher=dense,
             work=work,
             eval_data=eval_data,
+            begin=begin,
             on_progress=on_progress,
         )
         position = train_(
@@ -241,17 +251,18 @@ def _load_teacher(teacher: str | Path | None, tokenizer: Any, device: str) -> An
 
 
 @contextmanager
-def _workplace(work: Path, resume: bool) -> Iterator[None]:
+def _workplace(work: Path, out: Path) -> Iterator[None]:
     """The directory of a run. After an error it stays only if there is something to go on from."""
-    if parallel.is_first():
-        if not resume:
-            shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True, exist_ok=True)
-    parallel.wait()
-    try:
-        yield
-    except Exception:
-        worth = Store(work).has_state() or any(work.glob("written-*.safetensors"))
-        if parallel.is_first() and not worth:
-            shutil.rmtree(work, ignore_errors=True)
-        raise
+    with ExitStack() as stack:
+        if parallel.is_first():
+            stack.enter_context(held(work, out))
+        parallel.wait()
+        try:
+            yield
+        except Exception as error:
+            worth = Store(work).has_state() or any(work.glob("written-*.safetensors"))
+            if parallel.is_first() and not worth:
+                shutil.rmtree(work, ignore_errors=True)
+            if is_disk_full(error):
+                raise disk_full(out, kept=worth) from error
+            raise

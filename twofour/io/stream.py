@@ -6,6 +6,7 @@ input's tensors are dealt into shards by their bytes alone, so a resumed run dea
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -16,12 +17,15 @@ from torch import Tensor
 
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint, stamps
-from twofour.io.writer import CheckpointWriter, free_bytes
+from twofour.io.writer import CHECKSUMS, CheckpointWriter, free_bytes, sha256
 from twofour.progress import OnProgress, silent
 from twofour.version import __version__
 
 #: Bytes of input that make one output shard; with the tensor in hand this is what memory holds.
 SHARD_BYTES = 512 << 20
+
+#: Bytes whose checksums take a part of a second.
+TOLD_EVERY = 256 << 20
 
 #: From a tensor's name and value to what is written in its place, and what to remember about it.
 Convert = Callable[[str, Tensor], tuple[dict[str, Tensor], dict[str, Any]]]
@@ -46,6 +50,7 @@ def rewrite(
     `least` is the smallest share of the input's bytes that can come out; packed in 16 bit it is 9/16.
     """
     shards = deal(source, shard_bytes)
+    sums = checksums(source)
     fingerprint = _fingerprint(source, {**options, "shard_bytes": shard_bytes})
     done_bytes = 0
     with CheckpointWriter(out, len(shards), fingerprint, resume=resume) as writer:
@@ -55,7 +60,7 @@ def rewrite(
             new: dict[str, Tensor] = {}
             for name in names:
                 if number not in writer.done:
-                    tensors, note = convert(name, source.read(name))
+                    tensors, note = convert(name, read_sound(source, name, sums))
                     new.update(tensors)
                     if note:
                         notes[name] = note
@@ -77,6 +82,38 @@ def deal(source: Checkpoint, shard_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         filled += info.nbytes
     return shards
+
+
+def checksums(source: Checkpoint) -> dict[str, str]:
+    """The SHA-256 of tensors as they were written, of those that twofour wrote."""
+    found: dict[str, str] = {}
+    for file in source.files:
+        with contextlib.suppress(ValueError):  # `check` tells of it
+            found |= json.loads(source.metadata(file).get(CHECKSUMS, "{}"))
+    return found
+
+
+def read_sound(source: Checkpoint, name: str, sums: dict[str, str]) -> Tensor:
+    """A tensor with the bytes that were written: what is made of others would get checksums that fit."""
+    tensor = source.read(name)
+    if name in sums and sha256(tensor) != sums[name]:
+        raise InputError(
+            f"{source.directory / source.tensors[name].file}: {name} is not what was written there; "
+            "its bytes do not match their checksum.",
+            hint="Copy or make the checkpoint again.",
+        )
+    return tensor
+
+
+def require_sound(source: Checkpoint, on_progress: OnProgress = silent) -> None:
+    """Before hours of work on a checkpoint: all that is stored with a checksum still matches it."""
+    sums, done, told = checksums(source), 0, 0
+    for name in sorted(sums.keys() & source.tensors.keys()):
+        read_sound(source, name, sums)
+        done += source.tensors[name].nbytes
+        if done - told > TOLD_EVERY:
+            on_progress(done, source.nbytes, "checksums")
+            told = done
 
 
 def _fingerprint(source: Checkpoint, options: dict[str, Any]) -> str:

@@ -16,6 +16,9 @@ from twofour.select import Layer, LeftAlone, Selection, require_layers, select
 #: Why experts are left alone whose files hold the stacked tensor itself, as few do.
 IN_ONE_TENSOR = "the files hold all experts in one tensor: prune and pack the model in memory, from Python"
 
+#: What a weight may be stored as.
+FLOATING = ("F64", "F32", "F16", "BF16")
+
 
 @dataclass(frozen=True)
 class CheckpointLayers:
@@ -79,6 +82,12 @@ def checkpoint_layers(
                 f"the config says {list(expected)} but the file holds {list(found)}.",
                 layer=layer.name,
                 hint="Its config.json belongs to another model.",
+            )
+        if (dtype := checkpoint.tensors[key].dtype) not in FLOATING:
+            raise InputError(
+                f"its weight is stored as {dtype}, not as floating-point numbers of 16 bits or more.",
+                layer=layer.name,
+                hint="Take the model as it was before it was quantized.",
             )
         by_tensor[key] = layer
     left += together.values()

@@ -11,7 +11,6 @@ Each shard's safetensors header carries the SHA-256 of its tensors under `twofou
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -21,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from twofour.errors import InputError, TwoFourError
+from twofour.errors import InputError
 from twofour.io.checkpoint import CONFIG, INDEX, RECORD, WEIGHTS
+from twofour.io.workplace import beside, empty, held, readable_os_errors
 
 CHECKSUMS = "twofour_sha256"
 _PROGRESS = "progress.jsonl"
@@ -49,18 +48,17 @@ class CheckpointWriter:
     def __init__(self, out: str | Path, shards: int, fingerprint: str, *, resume: bool = False) -> None:
         self.out = Path(out)
         self.shards = shards
-        self.staging = self.out.absolute().parent / f".{self.out.absolute().name}.partial"
+        self.staging = beside(self.out, "partial")
         #: What earlier shards gave, by number: from this run or, resumed, from the one before.
         self.done: dict[int, dict[str, Any]] = {}
         require_new(self.out)
-        with _readable_os_errors(self.out):
-            self.out.absolute().parent.mkdir(parents=True, exist_ok=True)
-            if self.staging.exists() and not (resume and self._take_over(fingerprint)):
-                shutil.rmtree(self.staging)
-                self.done = {}
-            if not self.staging.exists():
-                self.staging.mkdir()
-                self._note({"fingerprint": fingerprint})
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(held(self.staging, self.out))
+            with readable_os_errors(self.out):
+                if not (resume and self._take_over(fingerprint)):
+                    empty(self.staging)
+                    self._note({"fingerprint": fingerprint})
+            self._held = stack.pop_all()
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -70,12 +68,13 @@ class CheckpointWriter:
         # after an error it would only fill the disk.
         if kind is not None and issubclass(kind, Exception):
             shutil.rmtree(self.staging, ignore_errors=True)
+        self._held.close()
 
     def write_shard(self, number: int, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         """Write shard `number` of `shards`, counted from 1. `notes` come back in `done`."""
         name = self._name(number)
         tensors = _apart({key: tensor.contiguous() for key, tensor in tensors.items()})
-        with _readable_os_errors(self.out):
+        with readable_os_errors(self.out):
             partial = self.staging / f"{name}.partial"
             save_file(tensors, partial, metadata=shard_metadata(tensors))
             partial.rename(self.staging / name)
@@ -86,7 +85,7 @@ class CheckpointWriter:
 
     def finish(self, config: dict[str, Any], record: dict[str, Any], copy_from: Path | None = None) -> None:
         """Add the config and the small files of the source, then put the directory in its place."""
-        with _readable_os_errors(self.out):
+        with readable_os_errors(self.out):
             for file in _small_files(copy_from) if copy_from else ():
                 shutil.copyfile(file, self.staging / file.name)
             if self.shards > 1:
@@ -104,13 +103,18 @@ class CheckpointWriter:
         return WEIGHTS if self.shards == 1 else f"model-{number:05d}-of-{self.shards:05d}.safetensors"
 
     def _take_over(self, fingerprint: str) -> bool:
-        """Read what a run that was cut short has finished; False if it was another run's."""
+        """Read what a run that was cut short has finished; False if there was none."""
         notes = []
         with contextlib.suppress(OSError, json.JSONDecodeError):  # up to a line that was cut off
             for line in (self.staging / _PROGRESS).read_text().splitlines():
                 notes.append(json.loads(line))
-        if not notes or notes[0] != {"fingerprint": fingerprint}:
+        if not notes:
             return False
+        if notes[0] != {"fingerprint": fingerprint}:
+            raise InputError(
+                "the run to resume had other settings, or files that have changed since.",
+                hint="Give the same ones, or leave out --resume to start anew.",
+            )
         partial = self.staging / f"{_PROGRESS}.partial"
         partial.write_text("".join(json.dumps(note) + "\n" for note in notes))
         partial.replace(self.staging / _PROGRESS)
@@ -157,28 +161,6 @@ def _small_files(directory: Path) -> Iterator[Path]:
         ours = file.name in (CONFIG, RECORD) or file.name.endswith(".index.json")
         if file.is_file() and not weights and not ours and not file.name.startswith("."):
             yield file
-
-
-@contextlib.contextmanager
-def _readable_os_errors(out: Path) -> Iterator[None]:
-    """Full disks and unwritable places, in a sentence."""
-    try:
-        yield
-    except SafetensorError as error:
-        if "No space left" in str(error) or "os error 28" in str(error):
-            raise _disk_full(out) from error
-        raise TwoFourError(f"cannot write below {out}: {error}.") from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _disk_full(out) from error
-        raise InputError(f"cannot write {out}: {error.strerror or error}.") from error
-
-
-def _disk_full(out: Path) -> InputError:
-    return InputError(
-        f"the disk is full: {out} could not be written and nothing of it was left.",
-        hint="Free some space or choose another place.",
-    )
 
 
 def free_bytes(path: Path) -> int:

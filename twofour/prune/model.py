@@ -14,6 +14,7 @@ from twofour.calibrate.blocks import Block, Weights, run_blocks
 from twofour.calibrate.experts import with_open_experts
 from twofour.calibrate.layerwise import reestimate_norms_, run_layers
 from twofour.calibrate.statistics import Gram
+from twofour.calibrate.windows import require_windows
 from twofour.errors import InputError
 from twofour.pattern import check_pattern, require_finite
 from twofour.progress import OnProgress, silent
@@ -124,6 +125,8 @@ def prune_(
                 f"{chosen.name} looks at the inputs of the layers.",
                 hint="Give windows of tokens of calibration text, or data to call the model with.",
             )
+
+        require_windows(windows, model)
 
         def change(block: Block) -> None:
             if permute:

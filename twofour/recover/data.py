@@ -11,7 +11,7 @@ fewer processes, sees the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from twofour.calibrate import parallel
 from twofour.calibrate.text import read_documents
-from twofour.calibrate.windows import token_stream
+from twofour.calibrate.windows import require_windows, token_stream
 from twofour.calibrate.written import write_windows
 from twofour.errors import InputError
 from twofour.progress import OnProgress, silent
@@ -85,10 +85,7 @@ class Windows:
     @classmethod
     def of(cls, windows: Tensor) -> Windows:
         """Windows [count, length] as they are."""
-        if windows.dim() != 2 or windows.shape[1] < 2 or not len(windows):
-            raise InputError(
-                f"windows are token ids [count, length] with two tokens or more, not {list(windows.shape)}."
-            )
+        require_windows(windows)
         return cls([(windows.detach().cpu().reshape(-1), False)], windows.shape[1])
 
     def __len__(self) -> int:
@@ -144,11 +141,13 @@ def read_data(
     teacher: Any = None,
     work: Path | None = None,
     eval_data: str | Path | None = None,
+    begin: Callable[[], None] = lambda: None,
     on_progress: OnProgress = silent,
 ) -> tuple[Windows, Tensor]:
     """The windows to train on, and those to evaluate on [count, length].
 
     `data` are files, or SELF. What the teacher writes is kept in `work`, and read there if it is there.
+    `begin` is called when all files were found good, and before anything is written.
     Without `eval_data` the end of the data is held out: of the first file, else of what is written.
     """
     if not data:
@@ -159,12 +158,14 @@ def read_data(
         held_out = _evaluated(token_stream(tokenizer, read_documents(eval_data)), length, wanted)
     files = [token_stream(tokenizer, read_documents(path)) for path in data if str(path) != SELF]
     streams: list[tuple[Tensor, bool]] = [(stream, True) for stream in files]
-    if len(files) < len(data):
+    writes = len(files) < len(data)
+    if writes:
         if teacher is None:
             raise InputError(
                 "with --data self the teacher writes the text, and there is none.",
                 hint="Give the dense model with --teacher DENSE.",
             )
+        begin()
         count = -(-min(tokens, MOST_WRITTEN) // length) + wanted
         written = write_in_units(teacher, tokenizer, count, length, seed, work, on_progress)
         streams.append((written.reshape(-1), False))
@@ -180,7 +181,10 @@ def read_data(
         cut = len(stream) - (0 if ring else len(stream) % length) - count * length
         held_out = stream[cut : cut + count * length].reshape(count, length)
         streams[0] = (stream[:cut], ring)
-    return Windows(streams, length), held_out
+    windows = Windows(streams, length)
+    if not writes:
+        begin()
+    return windows, held_out
 
 
 def _evaluated(stream: Tensor, length: int, wanted: int) -> Tensor:

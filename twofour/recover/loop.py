@@ -112,6 +112,11 @@ class Trainer:
         self.recipe.attach(self.optimizer)
         if position.before is None:
             position.before = position.last = self.evaluate()
+            if not math.isfinite(position.before):
+                raise InputError(
+                    "the model gives NaN or infinity before it is trained: there is nothing to recover.",
+                    hint="`twofour check` tells which of its weights are not finite.",
+                )
             self._judge(position)
             self._note(position, "evaluation", held_out_loss=position.last)
         clock = Clock(self.options, position)

@@ -171,26 +171,6 @@ class Store:
         parallel.wait()
 
 
-def require_same_run(work: Path, described: dict[str, Any]) -> None:
-    """Refuse to go on with a run that had other settings: neither result would be what was asked for."""
-    try:
-        before = json.loads((work / "run.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return
-    now = json.loads(json.dumps(described, default=str))
-    other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-    if other:
-        shown = ", ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in other[:3])
-        raise InputError(
-            f"the run to resume had other settings: {shown}.",
-            hint="Give the same ones, or leave out --resume to start anew.",
-        )
-
-
-def describe_run(work: Path, described: dict[str, Any]) -> None:
-    (work / "run.json").write_text(json.dumps(described, default=str), encoding="utf-8")
-
-
 def named_buffers(model: torch.nn.Module, parameters: Iterable[str]) -> dict[str, Tensor]:
     """The buffers that belong to the model's state, masks among them, as they are (not copies)."""
     kept = set(model.state_dict()) - set(parameters)

@@ -1,0 +1,150 @@
+"""The hidden directories beside OUT in which a run works, and what a later run must know to go on there.
+
+One run at a time: the directory is locked for as long as it works there, which a killed process cannot forget
+to undo. What is being done is in `run.json`; `--resume` with other settings, or with files that have become
+others, is refused, for neither result would be what was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from twofour.errors import InputError, TwoFourError
+
+_RUN = "run.json"
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+#: Values longer than this are not shown when they differ.
+_SHOWN = 60
+
+
+def beside(out: Path, what: str) -> Path:
+    """The hidden directory for that part of the work."""
+    return out.absolute().parent / f".{out.absolute().name}.{what}"
+
+
+@contextlib.contextmanager
+def held(directory: Path, out: Path) -> Iterator[None]:
+    """Make the directory, if it is not there, and let nobody else work in it meanwhile."""
+    with readable_os_errors(out):
+        descriptor = _locked(directory, out)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(directory: Path, out: Path) -> int:
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise InputError(
+                f"another run is writing {out}.", hint="Wait until it has ended, or choose another name."
+            ) from None
+        except OSError:  # a file system without locks: then there are none
+            return descriptor
+        # The run that held it may have ended in between, and taken it away or made it OUT.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(directory), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)
+
+
+def empty(directory: Path) -> None:
+    """Remove what is in the directory, not itself: it may be held."""
+    for entry in directory.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def describe_run(directory: Path, run: dict[str, Any], out: Path) -> None:
+    partial = directory / f"{_RUN}.partial"
+    with readable_os_errors(out):
+        partial.write_text(json.dumps(run, default=str), encoding="utf-8")
+        partial.replace(directory / _RUN)
+
+
+def require_same_run(directory: Path, run: dict[str, Any]) -> None:
+    """Refuse to go on with a run that was another one. `run` is flat but for "files", their stamps."""
+    anew = "leave out --resume to start anew."
+    try:
+        before = json.loads((directory / _RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = None
+    if not isinstance(before, dict):
+        raise InputError(
+            f"{directory / _RUN} cannot be read, so there is no telling what was done there.",
+            hint=anew.capitalize(),
+        )
+    now = json.loads(json.dumps(run, default=str))
+    was, becomes = (dict(one.pop("files", {})) for one in (before, now))
+    changed = sorted(name for name in becomes if name in was and was[name] != becomes[name])
+    other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    other.sort(key=lambda key: key not in before or key not in now)  # what both have says more
+    if other:
+        shown = ", ".join(_change(key, before.get(key), now.get(key)) for key in other[:3])
+        raise InputError(
+            f"the run to resume had other settings: {shown}.", hint=f"Give the same ones, or {anew}"
+        )
+    if changed or was.keys() != becomes.keys():
+        names = ", ".join(changed or sorted(was.keys() ^ becomes.keys()))
+        raise InputError(f"files have changed since the run to resume: {names}.", hint=anew.capitalize())
+
+
+def _change(key: str, before: Any, now: Any) -> str:
+    if max(len(repr(before)), len(repr(now))) > _SHOWN:
+        return key
+    return f"{key} was {before!r}, is {now!r}"
+
+
+@contextlib.contextmanager
+def readable_os_errors(out: Path, *, kept: bool = False) -> Iterator[None]:
+    """Full disks and unwritable places, in a sentence; `kept`: what is finished is there for a later run."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if is_disk_full(error):
+            raise disk_full(out, kept) from error
+        if isinstance(error, SafetensorError):
+            raise TwoFourError(f"cannot write below {out}: {error}.") from error
+        raise InputError(
+            f"cannot write {out}: {error.strerror or error}.", hint="Choose another place."
+        ) from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Also where a quota or a limit of a file's size is reached."""
+    if isinstance(error, SafetensorError):  # it has the number in its text only
+        found = re.search(r"os error (\d+)", str(error))
+        return found is not None and int(found[1]) in _FULL
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def disk_full(out: Path, kept: bool) -> InputError:
+    if kept:
+        return InputError(
+            f"the disk is full: {out} could not be written. What is finished was kept beside it.",
+            hint="Free some space; with --resume it goes on from there.",
+        )
+    return InputError(
+        f"the disk is full: {out} could not be written and nothing of it was left.",
+        hint="Free some space or choose another place.",
+    )
