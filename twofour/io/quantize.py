@@ -270,7 +270,9 @@ def quantize_checkpoint(
             return new, dict(found.notes.get(name, {}))
 
         rewrite(
-            *(checkpoint, out, place, described, finish), least=LEAST / 2 if _is_wide(checkpoint) else LEAST
+            *(checkpoint, out, place, described, finish),
+            least=LEAST / 2 if _is_wide(checkpoint) else LEAST,
+            kept=True,
         )
         work.remove()
     return step

@@ -196,7 +196,7 @@ def _write(checkpoint: Checkpoint, out: Path, trained: Path, step: dict[str, Any
                 config = made_by(config, summary(record))
             writer.finish(config, record, copy_from=checkpoint.directory)
 
-        rewrite(checkpoint, out, place, step["options"], finish)
+        rewrite(checkpoint, out, place, step["options"], finish, kept=True)
 
 
 def _told(position: Position, settings: Recover) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def rewrite(
     resume: bool = False,
     shard_bytes: int = SHARD_BYTES,
     least: float = 9 / 16,
+    kept: bool = False,
     on_progress: OnProgress = silent,
 ) -> None:
     """Convert every tensor of `source` into a new checkpoint at `out`.
@@ -48,12 +49,13 @@ def rewrite(
     `finish` gets the writer and all notes once the shards are there, and publishes the result.
     `options` tell one run from another: a partial result is taken over only if they are the same.
     `least` is the smallest share of the input's bytes that can come out; packed in 16 bit it is 9/16.
+    `kept`: what `convert` gives is kept elsewhere as well, should the disk be full.
     """
     shards = deal(source, shard_bytes)
     sums = checksums(source)
     fingerprint = _fingerprint(source, {**options, "shard_bytes": shard_bytes})
     done_bytes = 0
-    with CheckpointWriter(out, len(shards), fingerprint, resume=resume) as writer:
+    with CheckpointWriter(out, len(shards), fingerprint, resume=resume, kept=kept) as writer:
         _require_space(source, writer, least)
         for number, names in enumerate(shards, 1):
             notes: dict[str, Any] = {}
@@ -130,5 +132,7 @@ def _require_space(source: Checkpoint, writer: CheckpointWriter, least: float) -
         raise InputError(
             f"the disk is too full: {writer.out} needs {needed / 1e9:.2f} GB or more, "
             f"and {free / 1e9:.2f} GB are free.",
-            hint="Free some space or choose another place.",
+            hint="Free some space; with --resume it goes on from what is finished."
+            if writer.kept
+            else "Free some space or choose another place.",
         )

@@ -43,10 +43,16 @@ def shard_metadata(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 
 class CheckpointWriter:
-    """Use as a context manager; nothing appears at `out` before `finish`."""
+    """Use as a context manager; nothing appears at `out` before `finish`.
 
-    def __init__(self, out: str | Path, shards: int, fingerprint: str, *, resume: bool = False) -> None:
+    `kept`: what is written is kept elsewhere as well, and a later run can go on with it.
+    """
+
+    def __init__(
+        self, out: str | Path, shards: int, fingerprint: str, *, resume: bool = False, kept: bool = False
+    ) -> None:
         self.out = Path(out)
+        self.kept = kept
         self.shards = shards
         self.staging = beside(self.out, "partial")
         #: What earlier shards gave, by number: from this run or, resumed, from the one before.
@@ -54,7 +60,7 @@ class CheckpointWriter:
         require_new(self.out)
         with contextlib.ExitStack() as stack:
             stack.enter_context(held(self.staging, self.out))
-            with readable_os_errors(self.out):
+            with readable_os_errors(self.out, kept=self.kept):
                 if not (resume and self._take_over(fingerprint)):
                     empty(self.staging)
                     self._note({"fingerprint": fingerprint})
@@ -74,7 +80,7 @@ class CheckpointWriter:
         """Write shard `number` of `shards`, counted from 1. `notes` come back in `done`."""
         name = self._name(number)
         tensors = _apart({key: tensor.contiguous() for key, tensor in tensors.items()})
-        with readable_os_errors(self.out):
+        with readable_os_errors(self.out, kept=self.kept):
             partial = self.staging / f"{name}.partial"
             save_file(tensors, partial, metadata=shard_metadata(tensors))
             partial.rename(self.staging / name)
@@ -85,7 +91,7 @@ class CheckpointWriter:
 
     def finish(self, config: dict[str, Any], record: dict[str, Any], copy_from: Path | None = None) -> None:
         """Add the config and the small files of the source, then put the directory in its place."""
-        with readable_os_errors(self.out):
+        with readable_os_errors(self.out, kept=self.kept):
             for file in _small_files(copy_from) if copy_from else ():
                 shutil.copyfile(file, self.staging / file.name)
             if self.shards > 1:
