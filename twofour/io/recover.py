@@ -27,7 +27,7 @@ from twofour.io.prune_calibrated import DTYPES, checkpoint_dtype
 from twofour.io.record import add_step, last_step, summary
 from twofour.io.stream import require_sound, rewrite
 from twofour.io.structure import keys_in_files
-from twofour.io.workplace import beside, describe_run, disk_full, empty, held, is_disk_full, require_same_run
+from twofour.io.workplace import beside, describe_run, disk_full, empty, held, require_same_run
 from twofour.io.writer import CheckpointWriter, require_new
 from twofour.pattern import check_pattern, require_finite
 from twofour.progress import OnProgress, silent
@@ -263,6 +263,6 @@ def _workplace(work: Path, out: Path) -> Iterator[None]:
             worth = Store(work).has_state() or any(work.glob("written-*.safetensors"))
             if parallel.is_first() and not worth:
                 shutil.rmtree(work, ignore_errors=True)
-            if is_disk_full(error):
-                raise disk_full(out, kept=worth) from error
+            if full := disk_full(error, out, kept=worth):
+                raise full from error
             raise

@@ -24,7 +24,11 @@ from twofour.errors import InputError, TwoFourError
 
 _RUN = "run.json"
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "files may not become so large here",
+}
 
 #: Values longer than this are not shown when they differ.
 _SHOWN = 60
@@ -121,8 +125,8 @@ def readable_os_errors(out: Path, *, kept: bool = False) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if is_disk_full(error):
-            raise disk_full(out, kept) from error
+        if full := disk_full(error, out, kept):
+            raise full from error
         if isinstance(error, SafetensorError):
             raise TwoFourError(f"cannot write below {out}: {error}.") from error
         raise InputError(
@@ -130,21 +134,20 @@ def readable_os_errors(out: Path, *, kept: bool = False) -> Iterator[None]:
         ) from error
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Also where a quota or a limit of a file's size is reached."""
+def disk_full(error: BaseException, out: Path, kept: bool) -> InputError | None:
+    """What to say where there was no room to write; None if the error is another one."""
+    number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, SafetensorError):  # it has the number in its text only
         found = re.search(r"os error (\d+)", str(error))
-        return found is not None and int(found[1]) in _FULL
-    return isinstance(error, OSError) and error.errno in _FULL
-
-
-def disk_full(out: Path, kept: bool) -> InputError:
+        number = int(found[1]) if found else None
+    if number not in _FULL:
+        return None
     if kept:
         return InputError(
-            f"the disk is full: {out} could not be written. What is finished was kept beside it.",
+            f"{_FULL[number]}: {out} could not be written. What is finished was kept beside it.",
             hint="Free some space; with --resume it goes on from there.",
         )
     return InputError(
-        f"the disk is full: {out} could not be written and nothing of it was left.",
+        f"{_FULL[number]}: {out} could not be written and nothing of it was left.",
         hint="Free some space or choose another place.",
     )
