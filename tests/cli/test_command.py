@@ -168,3 +168,13 @@ def test_time_left_is_counted_from_where_the_work_began(capsys, monkeypatch):
         "recovering: 90 %, 10 s left, step",
         "recovering: 95 %, 7 s left, step",
     ]
+
+
+def test_after_lowrank_comes_packing(twofour, dense, tmp_path):
+    """Weights beside a correction are not trained: `recover` would refuse the model."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    arguments = ["--calib", text, "--samples", 2, "--seqlen", 16, "--method", "wanda", "--lowrank", 2]
+    ran = twofour("prune", dense, tmp_path / "out", *arguments)
+    assert ran.status == 0
+    assert ran.out.endswith(f"Next: twofour pack {tmp_path / 'out'} {tmp_path / 'out-packed'}\n")

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from twofour.cli.output import Json, Save, keep, print_json, progress, quiet_libraries, say, table
+from twofour.cli.output import (
+    Json,
+    Save,
+    bold,
+    keep,
+    print_json,
+    progress,
+    quiet_libraries,
+    say,
+    table,
+)
 from twofour.errors import InputError
 
 if TYPE_CHECKING:
@@ -123,8 +133,9 @@ def _on_tasks(directory: Path, tasks: str, limit: int | None, task_directory: Pa
 
 def _say_perplexity(directory: Path, against: Path | None, result: Perplexity) -> None:
     say(
-        f"{directory}: perplexity [bold]{result.perplexity:.3f}[/] over {result.tokens} tokens of "
-        f"{result.documents} documents in {result.seconds:.1f} s"
+        f"{directory}: perplexity ",
+        bold(f"{result.perplexity:.3f}"),
+        f" over {result.tokens} tokens of {result.documents} documents in {result.seconds:.1f} s",
     )
     say(
         f"Windows of {result.context} tokens, {result.stride} apart, every token scored once; "

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from twofour.cli.output import (
     Calib,
@@ -22,6 +21,7 @@ from twofour.cli.output import (
     progress,
     quiet_libraries,
     say,
+    shell,
 )
 from twofour.cli.quantize import Group, Tune
 from twofour.errors import InputError
@@ -159,7 +159,7 @@ def command(
     say(f"Weight lost, as a share of each layer's norm: {min(errors):.3f} to {max(errors):.3f}.")
     if chosen:
         for text in chosen.notes:
-            note(escape(text))
+            note(text)
         say(
             f"Budget {chosen.budget}: {len(chosen.dense)} layers stay dense. Told for the {chosen.gpu}: "
             f"{chosen.speed:.2f} times dense's speed ({chosen.speed_all:.2f} with all pruned); of layers "
@@ -190,4 +190,7 @@ def command(
             say(f"{back} of {len(blocks)} blocks keep their untuned weights: there the tuning did not help.")
     left = sorted({f"{alike(name)} ({reason})" for name, reason in step["left"].items()})
     say("Left alone: " + ("; ".join(left) or "nothing") + ".")
-    say(f"Next: [bold]twofour recover {out} {out}-r --data TEXT --teacher {model}[/], then pack it")
+    if lowrank:
+        say("Next: ", shell("pack", out, f"{out}-packed"))
+        return
+    say("Next: ", shell("recover", out, f"{out}-r", "--data", "TEXT", "--teacher", model), ", then pack it")

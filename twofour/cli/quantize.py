@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from twofour.cli.output import (
     progress,
     quiet_libraries,
     say,
+    shell,
     size,
 )
 from twofour.errors import InputError
@@ -94,7 +96,8 @@ def command(
     calibration = CalibrationOptions(calib, samples, seqlen, seed) if calib else None
     options = QuantizeOptions(scheme, group, how, smooth, tune, teacher)
     if calibration and teacher is None and (dense := pruned_layer_by_layer(model)):
-        note(f"Pruned from {dense}: --teacher {dense} --tune would win back some of what that lost.")
+        flags = f"--teacher {shlex.quote(dense)} --tune"
+        note(f"Pruned from {dense}: {flags} would win back some of what that lost.")
     if calibration and tuned_on_the_same_windows(model, calibration):
         note("Pruning was tuned on these windows, so they tell little of other text: take another --seed.")
     run("quantize", model, out, options, include, exclude, calibration, resume, json)
@@ -179,5 +182,5 @@ def run(
             f"Output error of the blocks on held-out text: {before:.2e} rounded, {after:.2e} tuned (mean); "
             f"{back} of {len(blocks)} stay untuned, where it did not help."
         )
-    say(f"Next: [bold]twofour check {out}[/], [bold]twofour eval {out} --data TEXT[/],")
-    say(f"or [bold]twofour recover {out} {out}-r --data TEXT[/], which trains its scales.")
+    say("Next: ", shell("check", out), ", ", shell("eval", out, "--data", "TEXT"), ",")
+    say("or ", shell("recover", out, f"{out}-r", "--data", "TEXT"), ", which trains its scales.")
