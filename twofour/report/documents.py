@@ -108,6 +108,8 @@ class Refused:
 def read_document(path: Path, source: str | None = None) -> Document | Refused:
     """A file of JSON as what it is. InputError if it is no JSON object at all."""
     source = source or str(path)
+    if not path.exists():
+        raise InputError(f"{path} does not exist.", hint="Give a file that a verb wrote with --json.")
     content = read_json(path)
     verb = content.get("verb")
     if not isinstance(verb, str):
@@ -157,7 +159,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}.") from error
-    for count, line in enumerate(text.splitlines(), 1):
+    for count, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
