@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import shlex
 import sys
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from twofour.progress import OnProgress
+from twofour.report.figures import to_json
 from twofour.words import alike as alike
 from twofour.words import size as size  # verbs import all they print with from here
 
@@ -50,8 +50,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 def print_json(document: dict[str, Any]) -> None:
-    json.dump(document, sys.stdout, indent=2, ensure_ascii=False, default=str)
-    sys.stdout.write("\n")
+    sys.stdout.write(to_json(document))
 
 
 def keep(document: dict[str, Any], directory: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from twofour.errors import InputError
 from twofour.io.checkpoint import read_json
-from twofour.report.figures import is_number
+from twofour.report.figures import is_number, to_json
 
 #: Where documents lie beside a model. A directory: the stages copy a model's files along, but not these.
 REPORTS = "reports"
@@ -138,7 +138,7 @@ def save_document(directory: Path, document: dict[str, Any]) -> Path:
     partial = folder / f".{path.name}.partial"
     try:
         folder.mkdir(exist_ok=True)
-        partial.write_text(json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n", "utf-8")
+        partial.write_text(to_json(document), "utf-8")
         partial.replace(path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}.") from error
