@@ -109,3 +109,22 @@ def test_documents(tmp_path):
     assert read_documents(tmp_path / "a.jsonl") == ["one", "two"]
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     assert read_documents(tmp_path / "a.txt") == ["one\n\ntwo"]
+    # Raw, as `ensure_ascii=False` writes them: line separators, but not of .jsonl.
+    text = "a\u2028b\u2029c\x85d"
+    (tmp_path / "b.jsonl").write_bytes(f'{{"text": "{text}"}}\r\n"two"\n'.encode())
+    assert read_documents(tmp_path / "b.jsonl") == [text, "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b" \n", r"a\.jsonl holds no text\. Give "),
+        (b"caf\xe9", r"is not UTF-8 text .* Convert it"),
+        (b'"one"\n{', r"line 2: not JSON .* A line of \.jsonl is"),
+        (b'{"words": "one"}', r"line 1: there is no text\. A line of \.jsonl is"),
+    ],
+)
+def test_what_is_no_text(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read_documents(tmp_path / "a.jsonl")

@@ -241,6 +241,14 @@ def test_windows(_dense):
         sample_windows(tokenizer, ["short"], 1, 12)
 
 
+def test_a_long_text_tells_how_far_its_tokens_are(_dense):
+    tokenizer = AutoTokenizer.from_pretrained(_dense)
+    told = []
+    documents = ["abc " * 30, "xyz " * 90]
+    sample_windows(tokenizer, documents, 1, 12, on_progress=lambda *now: told.append(now))
+    assert told == [(0, 480, "tokenizing the text"), (120, 480, "tokenizing the text")]
+
+
 class Experts(nn.Module):
     """A block whose experts get the tokens above and below a bound, and one that gets none."""
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -147,12 +148,45 @@ def test_shell_completion(twofour):
 def test_progress_lines_without_a_terminal(capsys, monkeypatch):
     from twofour.cli import output
 
-    monkeypatch.setattr(output, "SECONDS_BETWEEN_LINES", 0.0)
+    clock = iter([0.0, 1.0, 2.5, 7.0, 8.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
     with output.progress("packing") as on_progress:
-        on_progress(1, 4, "layer.0")
+        for done in range(4):
+            on_progress(done, 4, f"layer.{done}")
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("packing: 25 %, ")
+    # After two seconds, then every five.
+    assert captured.err.splitlines() == [
+        "packing: 25 %, 4 s left, layer.1",
+        "packing: 75 %, 2 s left, layer.3",
+    ]
+
+
+def test_work_that_cannot_tell_how_far_it_is_is_not_silent(capsys, monkeypatch):
+    from twofour.cli import output
+
+    monkeypatch.setattr(output, "SECONDS_BEFORE_FIRST_LINE", 0.01)
+    with output.progress("packing"):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "packing …\n"
+    monkeypatch.setattr(output, "SECONDS_BEFORE_FIRST_LINE", 0.1)
+    with output.progress("packing"):
+        pass
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+
+
+def test_time_left_is_of_the_part_that_is_at_work(capsys, monkeypatch):
+    from twofour.cli import output
+
+    clock = iter([0.0, 0.0, 90.0, 100.0, 110.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    with output.progress("pruning") as on_progress:
+        on_progress(0, 5000, "tokenizing the text")
+        on_progress(4500, 5000, "tokenizing the text")
+        on_progress(0, 4, "block 0")
+        on_progress(1, 4, "block 1")
+    assert capsys.readouterr().err.splitlines()[-1] == "pruning: 25 %, 30 s left, block 1"
 
 
 def test_time_left_is_counted_from_where_the_work_began(capsys, monkeypatch):

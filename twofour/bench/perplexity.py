@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from twofour.calibrate.windows import one_by_one
 from twofour.errors import InputError
 from twofour.progress import OnProgress, silent
 
@@ -77,7 +78,8 @@ def evaluate(
                 f"windows have {context} tokens, and {who} takes {positions} (max_position_embeddings).",
                 hint=f"Give a context of at most {positions}.",
             )
-    windows = list(_first(cut(tokenizer, documents, context, stride), max_tokens))
+    read = one_by_one(documents, on_progress)
+    windows = list(_first(cut(tokenizer, read, context, stride), max_tokens))
     total = sum(len(w.tokens) - w.scored_from for w in windows)
     if not total:
         raise InputError("the text is too short: not one token could be scored.")
@@ -135,7 +137,7 @@ def require_same_words(tokenizer: Any, other: Any, model: object, against: objec
         )
 
 
-def cut(tokenizer: Any, documents: Sequence[str], context: int, stride: int) -> Iterable[Window]:
+def cut(tokenizer: Any, documents: Iterable[str], context: int, stride: int) -> Iterable[Window]:
     """Documents as windows of tokens."""
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for document in documents:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -45,8 +47,8 @@ Seed = Annotated[int, typer.Option(help="Which windows are taken.")]
 #: What is printed: plain text, or text and its style. No markup: rich would take brackets in a path for it.
 Part = str | tuple[str, str]
 
-#: Without a terminal: how often a plain line tells how far the work is.
-SECONDS_BETWEEN_LINES = 5.0
+#: Without a terminal: when a plain line first tells that there is work, and then how often how far it is.
+SECONDS_BEFORE_FIRST_LINE, SECONDS_BETWEEN_LINES = 2.0, 5.0
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -108,22 +110,31 @@ def progress(what: str) -> Iterator[OnProgress]:
             task = bar.add_task(what, total=None, label="")
             yield lambda done, total, label: bar.update(task, completed=done, total=total, label=label)
         return
-    last = time.monotonic()
-    begun: tuple[float, int] | None = None  # when the work first told of itself, and what was done by then
+    due = time.monotonic() + SECONDS_BEFORE_FIRST_LINE
+    # When the work, or a part of it with another total, first told of itself, and what was done by then.
+    begun: tuple[float, int, int] | None = None
 
     def on_progress(done: int, total: int, label: str) -> None:
-        nonlocal last, begun
+        nonlocal due, begun
         now = time.monotonic()
-        if begun is None or done < begun[1]:
-            begun = (now, done)
-        if now - last >= SECONDS_BETWEEN_LINES:
-            last = now
+        if begun is None or done < begun[1] or total != begun[2]:
+            begun = (now, done, total)
+        if now >= due:
+            due = now + SECONDS_BETWEEN_LINES
             # A resumed run starts far along: what it found done tells nothing of its speed.
-            start, before = begun
+            start, before, _ = begun
             left = f"{(now - start) * (total - done) / (done - before):.0f} s left, " if done > before else ""
             note(f"{what}: {100 * done // max(total, 1)} %, {left}{label}")
 
-    yield on_progress
+    # Until the work can tell how far it is: loading a model, or tokenizing one long text, takes a while.
+    first = threading.Timer(SECONDS_BEFORE_FIRST_LINE, note, [f"{what} …"])
+    first.daemon = True
+    if os.environ.get("RANK", "0") == "0":  # one process of torchrun speaks for all
+        first.start()
+    try:
+        yield on_progress
+    finally:
+        first.cancel()
 
 
 def quiet_libraries() -> None:
