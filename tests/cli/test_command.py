@@ -145,6 +145,28 @@ def test_shell_completion(twofour):
     assert set(completed.stdout.split()) == {"prune", "pack"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "work", "words"),
+    [
+        (
+            ["pack", "a", "b"],
+            "twofour.io.pack.pack_checkpoint",
+            "stopped. The same command with --resume goes on.",
+        ),
+        (["check", "a"], "twofour.io.check.check", "stopped."),
+    ],
+)
+def test_ctrl_c_says_so(twofour, monkeypatch, arguments, work, words):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work, stop)
+    ran = twofour(*arguments)
+    assert (ran.status, ran.out) == (130, "")
+    assert ran.err == f"error: {words}\n"
+    assert "stopped" in twofour(*arguments, "--json").json["error"]["message"]
+
+
 def test_progress_lines_without_a_terminal(capsys, monkeypatch):
     from twofour.cli import output
 
