@@ -226,6 +226,19 @@ def test_time_left_is_counted_from_where_the_work_began(capsys, monkeypatch):
     ]
 
 
+def test_group_goes_with_a_scheme(twofour, dense, tmp_path):
+    for group in (0, 64):
+        ran = twofour("prune", dense, tmp_path / "out", "--group", group)
+        assert ran.status == 2
+        assert "--group and --tune go with --scheme" in ran.err
+
+
+def test_a_rounding_that_does_not_exist(twofour, pruned, tmp_path):
+    ran = twofour("quantize", pruned, tmp_path / "out", "--scheme", "int4", "--rounding", "foo")
+    assert ran.status == 2
+    assert ran.err == "error: there is no rounding 'foo'. Choose one of: nearest, compensated.\n"
+
+
 def test_after_lowrank_comes_packing(twofour, dense, tmp_path):
     """Weights beside a correction are not trained: `recover` would refuse the model."""
     text = tmp_path / "text.txt"

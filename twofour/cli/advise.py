@@ -27,9 +27,9 @@ def command(
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="E.g. H100, L40S. Default: this machine's.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
-    seq: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 2048,
-    generate: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 2048,
+    generate: Annotated[int, typer.Option(min=0, help="Tokens generated for each prompt.")] = 256,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     fused: Annotated[
         bool, typer.Option("--fused/--no-fused", help="After twofour.fuse_, on both sides.")

@@ -43,6 +43,9 @@ Tune = Annotated[
     typer.Option("--tune", help="Tune each block as a whole after its layers are rounded. Needs --calib."),
 ]
 
+#: Of a pruned model; `joint`, which prunes, is for a dense one.
+ROUNDINGS = ("nearest", "compensated")
+
 
 def command(
     model: Annotated[
@@ -93,6 +96,8 @@ def command(
         raise InputError(
             "joint rounding prunes a dense model.", hint="Use: twofour prune MODEL OUT --scheme SCHEME."
         )
+    if how not in (None, *ROUNDINGS):
+        raise InputError(f"there is no rounding {how!r}.", hint=f"Choose one of: {', '.join(ROUNDINGS)}.")
     calibration = CalibrationOptions(calib, samples, seqlen, seed) if calib else None
     options = QuantizeOptions(scheme, group, how, smooth, tune, teacher)
     if calibration and teacher is None and (dense := pruned_layer_by_layer(model)):
