@@ -55,6 +55,7 @@ def command(
         group = report.scheme.get("group")
         form += f" {report.scheme['name']}{f' in groups of {group}' if group else ''}"
     sums = f"{report.checksums} of {report.tensors} tensors compared with their checksums"
-    verdict = ("sound", "green") if report.ok else (f"{len(report.faults)} faults", "red")
+    found = f"{len(report.faults)} fault{'s' * (len(report.faults) > 1)}"
+    verdict = ("sound", "green") if report.ok else (found, "red")
     say(f"{directory}: {form}, {size(report.bytes)}, {sums}: ", verdict)
     return 0 if report.ok else 1
