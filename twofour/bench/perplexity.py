@@ -113,7 +113,9 @@ def evaluate(
         bos=tokenizer.bos_token_id is not None,
         seconds=time.perf_counter() - start,
         # The largest of NaN is anything: there is no agreement then, as there is no divergence.
-        agreement=(math.nan if math.isnan(divergence) else same / total) if against is not None else None,
+        agreement=(math.nan if math.isnan(loss + other_loss) else same / total)
+        if against is not None
+        else None,
         kl=divergence / total if against is not None else None,
         against_perplexity=math.exp(min(other_loss / total, 700)) if against is not None else None,
     )

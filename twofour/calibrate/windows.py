@@ -43,6 +43,11 @@ def sample_windows(
 
     Packed, not padded: every token of every window is real text.
     """
+    if samples < 1 or length < 2:
+        raise InputError(
+            f"{samples} windows of {length} tokens are no text to calibrate on.",
+            hint="Take one window or more (--samples) of two tokens or more (--seqlen).",
+        )
     tokens = token_stream(tokenizer, documents, on_progress)
     if len(tokens) < length:
         raise InputError(
