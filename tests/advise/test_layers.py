@@ -175,6 +175,10 @@ def test_bad_input(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InputError, match="not a JSON object"):
         read_network(tmp_path)
+    for other in ("config.json", "tokenizer.json"):
+        (tmp_path / other).write_text(json.dumps({"version": "1.0"}))
+        with pytest.raises(InputError, match="is no config of a model"):
+            read_network(tmp_path / other)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "homemade"}))
     with pytest.raises(InputError, match="homemade"):
         read_network(tmp_path)

@@ -79,6 +79,29 @@ def test_max_tokens(model, tokenizer):
 def test_what_scores_nothing_is_refused(model, tokenizer):
     with pytest.raises(InputError, match="0 < stride < context"):
         evaluate(model, tokenizer, DOCUMENTS, context=4, stride=4)
+    for nothing in ({"context": 0}, {"stride": 0}, {"max_tokens": 0}):
+        with pytest.raises(InputError, match="scores nothing|nothing to score"):
+            evaluate(model, tokenizer, DOCUMENTS, **nothing)
+
+
+def test_windows_longer_than_the_model_takes(model, tokenizer):
+    """GPT-2 has no embedding for a position beyond its last one."""
+    shorter = AutoModelForCausalLM.from_config(model.config.__class__(**model.config.to_dict()))
+    shorter.config.max_position_embeddings = 32
+    with pytest.raises(InputError, match=r"64 tokens, and the model takes 32 .* at most 32"):
+        evaluate(shorter, tokenizer, DOCUMENTS, context=64)
+    with pytest.raises(InputError, match="64 tokens, and the model to compare with takes 32"):
+        evaluate(model, tokenizer, DOCUMENTS, against=shorter)
+    assert evaluate(shorter, tokenizer, DOCUMENTS).context == 32
+
+
+def test_nan_is_no_perplexity_and_no_agreement(model, tokenizer, _dense):
+    broken = AutoModelForCausalLM.from_pretrained(_dense)
+    broken.model.norm.weight.data[0] = math.nan
+    result = evaluate(model, tokenizer, DOCUMENTS, against=broken)
+    assert math.isfinite(result.perplexity)
+    assert all(math.isnan(f) for f in (result.against_perplexity, result.agreement, result.kl))
+    assert math.isnan(evaluate(broken, tokenizer, DOCUMENTS).perplexity)
 
 
 def test_documents(tmp_path):
@@ -86,3 +109,22 @@ def test_documents(tmp_path):
     assert read_documents(tmp_path / "a.jsonl") == ["one", "two"]
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     assert read_documents(tmp_path / "a.txt") == ["one\n\ntwo"]
+    # Raw, as `ensure_ascii=False` writes them: line separators, but not of .jsonl.
+    text = "a\u2028b\u2029c\x85d"
+    (tmp_path / "b.jsonl").write_bytes(f'{{"text": "{text}"}}\r\n"two"\n'.encode())
+    assert read_documents(tmp_path / "b.jsonl") == [text, "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b" \n", r"a\.jsonl holds no text\. Give "),
+        (b"caf\xe9", r"is not UTF-8 text .* Convert it"),
+        (b'"one"\n{', r"line 2: not JSON .* A line of \.jsonl is"),
+        (b'{"words": "one"}', r"line 1: there is no text\. A line of \.jsonl is"),
+    ],
+)
+def test_what_is_no_text(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read_documents(tmp_path / "a.jsonl")

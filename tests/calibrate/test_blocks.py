@@ -239,6 +239,17 @@ def test_windows(_dense):
         assert tokenizer.decode(window).replace(" ", "") in text.replace(" ", "")
     with pytest.raises(InputError, match="less than one window"):
         sample_windows(tokenizer, ["short"], 1, 12)
+    for samples, length in ((0, 12), (-1, 12), (1, 1), (1, -4)):
+        with pytest.raises(InputError, match=f"{samples} windows of {length} tokens"):
+            sample_windows(tokenizer, ["abc " * 30], samples, length)
+
+
+def test_a_long_text_tells_how_far_its_tokens_are(_dense):
+    tokenizer = AutoTokenizer.from_pretrained(_dense)
+    told = []
+    documents = ["abc " * 30, "xyz " * 90]
+    sample_windows(tokenizer, documents, 1, 12, on_progress=lambda *now: told.append(now))
+    assert told == [(0, 480, "tokenizing the text"), (120, 480, "tokenizing the text")]
 
 
 class Experts(nn.Module):

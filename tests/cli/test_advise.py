@@ -62,6 +62,10 @@ def test_mistakes(twofour, llama, tmp_path):
     assert ran.status == 2
     assert "does not exist" in ran.err
     assert twofour("advise", llama, "--gpu", "H200", "--dtype", "int3").status == 2
+    for option, value in (("--batch", 0), ("--seq", 0), ("--generate", -1)):
+        ran = twofour("advise", llama, option, value)
+        assert ran.status == 2
+        assert f"'{option}'" in ran.err
     assert twofour("advise", llama, "--gpu", "H200", "--measured", tmp_path / "no.json").status == 2
 
 

@@ -144,11 +144,11 @@ def test_forms_that_were_measured_before_ctrl_c_are_kept(twofour, monkeypatch):
     assert [row["contender"] for row in ran.json["end_to_end"]] == ["dense"]
 
 
-def test_ctrl_c_before_the_first_row_leaves_no_document(twofour, monkeypatch):
+def test_ctrl_c_before_the_first_row_leaves_no_rows(twofour, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(products._Cell, "measure", stopped)
     ran = twofour("bench", "--shapes", "tiny", "--tokens", "1", "--json")
     assert ran.status == 130
-    assert ran.out == ""
+    assert ran.json == {"error": {"message": "stopped.", "layer": None}}

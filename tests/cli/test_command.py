@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -144,15 +145,70 @@ def test_shell_completion(twofour):
     assert set(completed.stdout.split()) == {"prune", "pack"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "work", "words"),
+    [
+        (
+            ["pack", "a", "b"],
+            "twofour.io.pack.pack_checkpoint",
+            "stopped. The same command with --resume goes on.",
+        ),
+        (["check", "a"], "twofour.io.check.check", "stopped."),
+    ],
+)
+def test_ctrl_c_says_so(twofour, monkeypatch, arguments, work, words):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work, stop)
+    ran = twofour(*arguments)
+    assert (ran.status, ran.out) == (130, "")
+    assert ran.err == f"error: {words}\n"
+    assert "stopped" in twofour(*arguments, "--json").json["error"]["message"]
+
+
 def test_progress_lines_without_a_terminal(capsys, monkeypatch):
     from twofour.cli import output
 
-    monkeypatch.setattr(output, "SECONDS_BETWEEN_LINES", 0.0)
+    clock = iter([0.0, 1.0, 2.5, 7.0, 8.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
     with output.progress("packing") as on_progress:
-        on_progress(1, 4, "layer.0")
+        for done in range(4):
+            on_progress(done, 4, f"layer.{done}")
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("packing: 25 %, ")
+    # After two seconds, then every five.
+    assert captured.err.splitlines() == [
+        "packing: 25 %, 4 s left, layer.1",
+        "packing: 75 %, 2 s left, layer.3",
+    ]
+
+
+def test_work_that_cannot_tell_how_far_it_is_is_not_silent(capsys, monkeypatch):
+    from twofour.cli import output
+
+    monkeypatch.setattr(output, "SECONDS_BEFORE_FIRST_LINE", 0.01)
+    with output.progress("packing"):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "packing …\n"
+    monkeypatch.setattr(output, "SECONDS_BEFORE_FIRST_LINE", 0.1)
+    with output.progress("packing"):
+        pass
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+
+
+def test_time_left_is_of_the_part_that_is_at_work(capsys, monkeypatch):
+    from twofour.cli import output
+
+    clock = iter([0.0, 0.0, 90.0, 100.0, 110.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    with output.progress("pruning") as on_progress:
+        on_progress(0, 5000, "tokenizing the text")
+        on_progress(4500, 5000, "tokenizing the text")
+        on_progress(0, 4, "block 0")
+        on_progress(1, 4, "block 1")
+    assert capsys.readouterr().err.splitlines()[-1] == "pruning: 25 %, 30 s left, block 1"
 
 
 def test_time_left_is_counted_from_where_the_work_began(capsys, monkeypatch):
@@ -168,3 +224,26 @@ def test_time_left_is_counted_from_where_the_work_began(capsys, monkeypatch):
         "recovering: 90 %, 10 s left, step",
         "recovering: 95 %, 7 s left, step",
     ]
+
+
+def test_group_goes_with_a_scheme(twofour, dense, tmp_path):
+    for group in (0, 64):
+        ran = twofour("prune", dense, tmp_path / "out", "--group", group)
+        assert ran.status == 2
+        assert "--group and --tune go with --scheme" in ran.err
+
+
+def test_a_rounding_that_does_not_exist(twofour, pruned, tmp_path):
+    ran = twofour("quantize", pruned, tmp_path / "out", "--scheme", "int4", "--rounding", "foo")
+    assert ran.status == 2
+    assert ran.err == "error: there is no rounding 'foo'. Choose one of: nearest, compensated.\n"
+
+
+def test_after_lowrank_comes_packing(twofour, dense, tmp_path):
+    """Weights beside a correction are not trained: `recover` would refuse the model."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    arguments = ["--calib", text, "--samples", 2, "--seqlen", 16, "--method", "wanda", "--lowrank", 2]
+    ran = twofour("prune", dense, tmp_path / "out", *arguments)
+    assert ran.status == 0
+    assert ran.out.endswith(f"Next: twofour pack {tmp_path / 'out'} {tmp_path / 'out-packed'}\n")

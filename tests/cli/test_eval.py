@@ -1,10 +1,13 @@
 """`twofour eval`: what it asks for, and tasks through lm-eval where it is installed."""
 
 import json
+import math
 import re
+import shutil
 import sys
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture
@@ -29,6 +32,9 @@ def test_without_lm_eval_it_says_what_to_install(twofour, dense, text, monkeypat
         (["--tasks", "hellaswag", "--save"], "the report shows perplexities. Add --data"),
         (["--data", "TEXT", "--limit", "3"], "--limit and --task-dir are about --tasks"),
         (["--tasks", "hellaswag", "--limit", "0"], "--limit"),
+        (["--data", "TEXT", "--context", "0"], "'--context'"),
+        (["--data", "TEXT", "--stride", "0"], "'--stride'"),
+        (["--data", "TEXT", "--max-tokens", "0"], "'--max-tokens'"),
     ],
 )
 def test_what_does_not_go_together(twofour, dense, arguments, message):
@@ -45,6 +51,43 @@ def test_the_document_of_a_text_is_as_before(twofour, dense, text):
     )
     assert ran.json["perplexity"] > 1
     assert "tasks" not in ran.json
+
+
+@pytest.fixture
+def broken(dense, tmp_path):
+    """A model with a weight that is NaN."""
+    weights = load_file(dense / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    directory = shutil.copytree(dense, tmp_path / "br[oken")
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_a_model_that_gives_nan(twofour, dense, broken, text):
+    ran = twofour("eval", broken, "--data", text, "--json", "--save")
+    assert ran.status == 1
+    assert json.loads(ran.out, parse_constant=pytest.fail)["perplexity"] is None
+    assert ran.err.endswith(f"See: twofour check '{broken}'\n")
+    assert not (broken / "reports").exists()
+    ran = twofour("eval", broken, "--data", text)
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.startswith(f"error: {broken} gives NaN on this text")
+    ran = twofour("eval", dense, "--data", text, "--against", broken)
+    assert ran.status == 1
+    assert f"{dense}: perplexity " in ran.out
+    assert "Against" not in ran.out
+    assert ran.err.startswith(f"error: {broken} gives NaN")
+
+
+def test_against_a_model_with_other_words(twofour, dense, text, tmp_path):
+    other = shutil.copytree(dense, tmp_path / "other")
+    words = json.loads((other / "tokenizer.json").read_text())
+    own = words["model"]["vocab"]
+    own["a"], own["b"] = own["b"], own["a"]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    ran = twofour("eval", dense, "--data", text, "--against", other)
+    assert ran.status == 2
+    assert f"{dense} and {other} have different tokenizers" in ran.err
 
 
 @pytest.fixture

@@ -73,3 +73,13 @@ def test_advise(twofour, quantized):
     assert (
         forms["2:4 int4"]["weight_bytes"] < forms["2:4 int8"]["weight_bytes"] < forms["2:4"]["weight_bytes"]
     )
+
+
+def test_pruning_a_pruned_model_is_told(twofour, dense, pruned, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    arguments = ["--scheme", "int4", "--calib", text, "--samples", 2, "--seqlen", 16]
+    ran = twofour("prune", pruned, tmp_path / "again", *arguments)
+    assert ran.status == 0
+    assert f"use twofour quantize {pruned} {tmp_path / 'again'} --scheme int4." in ran.err
+    assert "pruned already" not in twofour("prune", dense, tmp_path / "once", *arguments).err

@@ -333,6 +333,32 @@ def test_wrong_arguments(whole, tmp_path):
         report([whole], tmp_path / "x.html", generate=" ")
 
 
+def test_only_a_report_is_written_over(whole, tmp_path, monkeypatch):
+    def work(*_):
+        raise AssertionError("refused only after the work")
+
+    kept = {"data.jsonl": '{"text": "mine"}\n', "notes.md": "# Notes\n", "index.html": "<!doctype html>\n"}
+    with monkeypatch.context() as early:
+        early.setattr("twofour.report.page.read_subjects", work)
+        for name, content in kept.items():
+            (tmp_path / name).write_text(content)
+            with pytest.raises(InputError, match="no report of twofour"):
+                report([whole], tmp_path / name)
+            assert (tmp_path / name).read_text() == content
+        with pytest.raises(InputError, match=r"End it in \.html or \.md"):
+            report([whole], tmp_path / "page.pdf")
+    for name in ("page.html", "page.md"):
+        first = report([whole], tmp_path / name)
+        assert report([whole], tmp_path / name)["bytes"] == first["bytes"]
+    assert report([whole], tmp_path / "page", format="md")["format"] == "md"
+    assert report([whole], tmp_path / "page", format="md")["format"] == "md"
+
+
+def test_a_model_is_not_compared_with_itself(whole, tmp_path):
+    with pytest.raises(InputError, match="is given twice"):
+        report([whole, whole / ".." / whole.name], tmp_path / "x.html")
+
+
 def test_models_write_on_the_spot(packed, dense, tmp_path):
     record = json.loads((packed / "twofour.json").read_text())
     record["steps"][0]["source"] = str(dense)
@@ -367,6 +393,9 @@ def test_command(twofour, whole, tmp_path):
     assert ran.status == 2
     assert "broken.json" in ran.err
     assert not (tmp_path / "x.html").exists()
+    ran = twofour("report", whole, "-o", tmp_path / "x.html", "--with", tmp_path / "nope.json")
+    assert ran.status == 2
+    assert ran.err.endswith("nope.json does not exist. Give a file that a verb wrote with --json.\n")
     assert twofour("report", tmp_path / "no").status == 2
     assert "Example: twofour report" in twofour("report", "--help").out
 

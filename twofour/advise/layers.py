@@ -28,6 +28,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 #: Layers that get the same input, by the last part of their names: `fuse_` makes them one product.
 FUSED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
+#: What says of which model a config is: transformers' two, timm's and diffusers'.
+WHAT_MODEL = ("model_type", "architectures", "architecture", "_class_name")
+
 #: What our Hopper kernels ask for: whole tiles of outputs, and positions that start at 16 bytes in every row.
 ROW_MULTIPLE, COLUMN_MULTIPLE = 8, 128
 
@@ -144,6 +147,11 @@ def read_network(model: str | Path | Mapping[str, Any]) -> Network:
                 f"{directory} does not exist.", hint="Give a model directory or the path of a config.json."
             )
         config, name = _read_config(Path(model) if from_file else directory / "config.json"), str(model)
+    if not any(key in config for key in WHAT_MODEL):
+        raise InputError(
+            f"{name} is no config of a model: it does not say what model it is ({WHAT_MODEL[0]}).",
+            hint="Give a model directory or the path of its config.json.",
+        )
     figures = _text_config(config)
     network = _by_arithmetic(name, config) or _by_transformers(name, config)
     if network is None and directory is not None and any(directory.glob("*.safetensors*")):

@@ -277,8 +277,8 @@ def measure(
         seen, others = both[:samples], both[samples:]
     else:
         documents = read_documents(calibration.calib)
-        seen = sample_windows(tokenizer, documents, samples, length, seed)
-        others = sample_windows(tokenizer, documents, scored, length, seed + 1)
+        seen = sample_windows(tokenizer, documents, samples, length, seed, on_progress)
+        others = sample_windows(tokenizer, documents, scored, length, seed + 1, on_progress)
     return Measured(
         *(model, layers, seen, others, chosen),
         name=str(source),

@@ -26,7 +26,7 @@ import torch
 
 from twofour.bench.end_to_end import Board, Case, packed_facts, take_form, tensor_bytes
 from twofour.bench.generations import PROMPTS, same_beginning, write_on
-from twofour.bench.perplexity import evaluate
+from twofour.bench.perplexity import evaluate, require_same_words
 from twofour.bench.products import free, one_line
 from twofour.calibrate.experts import stack_experts_
 from twofour.errors import InputError
@@ -249,12 +249,7 @@ def _load_dense(checkpoint: Checkpoint, form: Form, dense: Dense) -> tuple[Any, 
         from transformers import AutoTokenizer
 
         own = AutoTokenizer.from_pretrained(checkpoint.directory)
-        if own.get_vocab() != tokenizer.get_vocab():
-            raise InputError(
-                f"{checkpoint.directory} and {dense.directory} have different tokenizers: their predictions "
-                "cannot be compared.",
-                hint="Name the dense model that it was pruned from with --against.",
-            )
+        require_same_words(own, tokenizer, checkpoint.directory, dense.directory)
     return model, tokenizer
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from twofour.calibrate.windows import one_by_one
 from twofour.errors import InputError
 from twofour.progress import OnProgress, silent
 
@@ -37,7 +38,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Perplexity:
-    perplexity: float
+    perplexity: float  # NaN if the model gives NaN
     tokens: int  # scored
     documents: int
     windows: int
@@ -62,13 +63,23 @@ def evaluate(
     on_progress: OnProgress = silent,
 ) -> Perplexity:
     """Perplexity of `model` on the documents and, where `against` is another model, how near they are."""
-    context = context or longest_context(model)
-    stride = stride or max(context // 2, 1)
+    context = longest_context(model) if context is None else context
+    stride = max(context // 2, 1) if stride is None else stride
     if context < 2 or not 0 < stride < context:
         raise InputError(
             f"a context of {context} with stride {stride} scores nothing; need 0 < stride < context."
         )
-    windows = list(_first(cut(tokenizer, documents, context, stride), max_tokens))
+    if max_tokens is not None and max_tokens < 1:
+        raise InputError(f"max_tokens is {max_tokens}: there is nothing to score.")
+    for who, one in (("the model", model), ("the model to compare with", against)):
+        positions = None if one is None else _positions(one)
+        if positions is not None and context > positions:
+            raise InputError(
+                f"windows have {context} tokens, and {who} takes {positions} (max_position_embeddings).",
+                hint=f"Give a context of at most {positions}.",
+            )
+    read = one_by_one(documents, on_progress)
+    windows = list(_first(cut(tokenizer, read, context, stride), max_tokens))
     total = sum(len(w.tokens) - w.scored_from for w in windows)
     if not total:
         raise InputError("the text is too short: not one token could be scored.")
@@ -82,6 +93,11 @@ def evaluate(
         if against is not None:
             log_q, _ = _log_probabilities(against, tokens.to(against.device), scored.to(against.device))
             log_q = log_q.to(log_p.device)
+            if log_p.shape != log_q.shape:
+                raise InputError(
+                    f"the models predict {log_p.shape[-1]} and {log_q.shape[-1]} tokens: "
+                    "their predictions cannot be compared."
+                )
             other_loss -= float(log_q.gather(-1, targets[:, None]).sum())
             same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
             divergence += float(F.kl_div(log_p, log_q, reduction="sum", log_target=True))
@@ -96,18 +112,34 @@ def evaluate(
         stride=stride,
         bos=tokenizer.bos_token_id is not None,
         seconds=time.perf_counter() - start,
-        agreement=same / total if against is not None else None,
+        # The largest of NaN is anything: there is no agreement then, as there is no divergence.
+        agreement=(math.nan if math.isnan(loss + other_loss) else same / total)
+        if against is not None
+        else None,
         kl=divergence / total if against is not None else None,
         against_perplexity=math.exp(min(other_loss / total, 700)) if against is not None else None,
     )
 
 
 def longest_context(model: Any) -> int:
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST_CONTEXT
-    return min(own, LONGEST_CONTEXT)
+    return min(_positions(model) or LONGEST_CONTEXT, LONGEST_CONTEXT)
 
 
-def cut(tokenizer: Any, documents: Sequence[str], context: int, stride: int) -> Iterable[Window]:
+def _positions(model: Any) -> int | None:
+    """How many tokens the model was made for, where its config tells."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or None
+
+
+def require_same_words(tokenizer: Any, other: Any, model: object, against: object) -> None:
+    """Refuse to compare predictions of models to which the same numbers are other words."""
+    if tokenizer.get_vocab() != other.get_vocab():
+        raise InputError(
+            f"{model} and {against} have different tokenizers: their predictions cannot be compared.",
+            hint="Give the dense model that it was pruned from with --against.",
+        )
+
+
+def cut(tokenizer: Any, documents: Iterable[str], context: int, stride: int) -> Iterable[Window]:
     """Documents as windows of tokens."""
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for document in documents:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from twofour.errors import InputError
 
+WHAT_A_LINE_IS = 'A line of .jsonl is {"text": "…"} or a string; plain text goes into a file of another name.'
+
 
 def read_documents(path: str | Path) -> list[str]:
     """The documents of a text file, without empty ones.
@@ -19,18 +21,21 @@ def read_documents(path: str | Path) -> list[str]:
     except FileNotFoundError:
         raise InputError(f"{path} does not exist.", hint="Give a plain-text or .jsonl file.") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+        raise InputError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).",
+            hint="Convert it, such as with: iconv -f latin1 -t utf-8.",
+        ) from error
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
     if path.suffix != ".jsonl":
         documents = [content]
     else:
-        documents = [
-            _document(path, n, line) for n, line in enumerate(content.splitlines(), 1) if line.strip()
-        ]
+        # Not splitlines: a JSON string may hold U+2028 and its like as they are.
+        lines = enumerate(content.split("\n"), 1)
+        documents = [_document(path, n, line) for n, line in lines if line.strip()]
     documents = [d for d in documents if d.strip()]
     if not documents:
-        raise InputError(f"{path} holds no text.")
+        raise InputError(f"{path} holds no text.", hint="Give a plain-text or .jsonl file with some.")
     return documents
 
 
@@ -38,8 +43,8 @@ def _document(path: Path, number: int, line: str) -> str:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise InputError(f"{path}, line {number}: not JSON ({error}).") from error
+        raise InputError(f"{path}, line {number}: not JSON ({error}).", hint=WHAT_A_LINE_IS) from error
     text = entry.get("text") if isinstance(entry, dict) else entry
     if not isinstance(text, str):
-        raise InputError(f'{path}, line {number}: expected {{"text": "…"}} or a string.')
+        raise InputError(f"{path}, line {number}: there is no text.", hint=WHAT_A_LINE_IS)
     return text

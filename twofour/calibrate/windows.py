@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twofour.errors import InputError
+from twofour.progress import OnProgress, silent
 
 
-def token_stream(tokenizer: Any, documents: Sequence[str]) -> Tensor:
+def one_by_one(documents: Sequence[str], on_progress: OnProgress) -> Iterator[str]:
+    """The documents to tokenize, telling how far they are: much text takes longer than its few windows."""
+    done, total = 0, sum(map(len, documents))
+    for document in documents:
+        on_progress(done, total, "tokenizing the text")
+        yield document
+        done += len(document)
+
+
+def token_stream(tokenizer: Any, documents: Sequence[str], on_progress: OnProgress = silent) -> Tensor:
     """The tokens of the documents, laid end to end with BOS before each."""
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     stream: list[int] = []
-    for document in documents:
+    for document in one_by_one(documents, on_progress):
         # verbose=False: it would warn that the document is longer than the model's context.
         stream += bos + tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(stream, dtype=torch.long)
 
 
 def sample_windows(
-    tokenizer: Any, documents: Sequence[str], samples: int, length: int, seed: int = 0
+    tokenizer: Any,
+    documents: Sequence[str],
+    samples: int,
+    length: int,
+    seed: int = 0,
+    on_progress: OnProgress = silent,
 ) -> Tensor:
     """Windows [samples, length] from random places of the documents, laid end to end with BOS before each.
 
     Packed, not padded: every token of every window is real text.
     """
-    tokens = token_stream(tokenizer, documents)
+    if samples < 1 or length < 2:
+        raise InputError(
+            f"{samples} windows of {length} tokens are no text to calibrate on.",
+            hint="Take one window or more (--samples) of two tokens or more (--seqlen).",
+        )
+    tokens = token_stream(tokenizer, documents, on_progress)
     if len(tokens) < length:
         raise InputError(
             f"the calibration text has {len(tokens)} tokens, less than one window of {length}.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from twofour.cli.output import Json, Save, keep, note, print_json, say, size, table
+from twofour.cli.output import Json, Save, bold, keep, note, print_json, say, size, table
 
 if TYPE_CHECKING:
     from twofour.advise.advice import Advice, LayerAdvice, Phase
@@ -27,9 +27,9 @@ def command(
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="E.g. H100, L40S. Default: this machine's.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
-    seq: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 2048,
-    generate: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 2048,
+    generate: Annotated[int, typer.Option(min=0, help="Tokens generated for each prompt.")] = 256,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     fused: Annotated[
         bool, typer.Option("--fused/--no-fused", help="After twofour.fuse_, on both sides.")
@@ -72,11 +72,9 @@ def command(
 
 
 def _show(advice: Advice) -> None:
-    from rich.markup import escape
-
-    say(f"[bold]{escape(advice.verdict)}[/]")
+    say(bold(advice.verdict))
     if advice.instead:
-        say(escape(advice.instead))
+        say(advice.instead)
     if advice.timed:
         _show_forms(advice)
     columns = ("layer", "weight", "ops/byte", "bound by", "dense µs", "2:4 µs", "×", "saves")
@@ -89,9 +87,9 @@ def _show(advice: Advice) -> None:
         if layer.reason:
             left.setdefault(f"{layer.kind}: {layer.reason}", []).append(layer.name)
     for reason, names in left.items():
-        say(escape(f"Left alone: {', '.join(names[:4])}{' …' if len(names) > 4 else ''} ({reason})"))
+        say(f"Left alone: {', '.join(names[:4])}{' …' if len(names) > 4 else ''} ({reason})")
     for text in advice.notes:
-        note(escape(text))
+        note(text)
 
 
 def _show_forms(advice: Advice) -> None:

@@ -301,7 +301,5 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def _show_errors(errors: Iterable[str]) -> None:
-    from rich.markup import escape
-
     for error in dict.fromkeys(errors):  # the same failure at every size is said once
-        say(f"[yellow]failed[/] {escape(error)}")
+        say(("failed", "yellow"), f" {error}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from twofour.cli.output import note, say, size, table
+from twofour.cli.output import bold, note, say, size, table
 
 UNKNOWN = "–"
 
@@ -17,22 +17,20 @@ HOW_DENSE = {
 
 
 def show_model(document: dict[str, Any]) -> None:
-    from rich.markup import escape
-
     for text in document["notes"]:
-        note(escape(text))
+        note(text)
     machine, dense = document["about"], document["dense"]
     where = f"{machine['gpu'] or 'CPU'}, torch {machine['torch']}, {document['dtype']}, {machine['date']}"
-    say(escape(f"{document['model']} ({document['form']}{_scheme(document)}) on {where}"))
-    say(escape(f"Dense is {HOW_DENSE[dense['found']].format(model=dense['model'])}."))
+    say(f"{document['model']} ({document['form']}{_scheme(document)}) on {where}")
+    say(f"Dense is {HOW_DENSE[dense['found']].format(model=dense['model'])}.")
     _show_times(document)
     _show_sizes(document)
     _show_accuracy(document)
     for written in document["generations"]:
-        say(f"[bold]“{escape(written['prompt'])}”[/] …")
+        say(bold(f"“{written['prompt']}”"), " …")
         for who, shown in (("dense", "dense"), ("sparse", "2:4")):
             if written[who] is not None:
-                say(f"  [dim]{shown:5}[/] {escape(' '.join(written[who].split()))}")
+                say("  ", (f"{shown:5}", "dim"), f" {' '.join(written[who].split())}")
 
 
 def _show_times(document: dict[str, Any]) -> None:
@@ -50,9 +48,7 @@ def _show_times(document: dict[str, Any]) -> None:
     ]
     table("Times", ("what", "contender", "ms", "× dense", "tokens/s", "peak memory"), shown)
     for error in dict.fromkeys(f"{row['contender']}: {row['error']}" for row in rows if "error" in row):
-        from rich.markup import escape
-
-        say(f"[yellow]failed[/] {escape(error)}")
+        say(("failed", "yellow"), f" {error}")
     best: dict[int, dict[str, Any]] = {}
     for request in document["requests"]:
         sparse = not request["contender"].startswith("dense") and request["times_dense"] is not None
@@ -79,8 +75,10 @@ def _show_accuracy(document: dict[str, Any]) -> None:
     if perplexity is not None:
         dense, sparse = (_figure(perplexity[who], "{:.3f}") or "not known" for who in ("dense", "sparse"))
         say(
-            f"Perplexity on {perplexity['tokens']} tokens of {perplexity['data']}: "
-            f"dense [bold]{dense}[/], 2:4 [bold]{sparse}[/]"
+            f"Perplexity on {perplexity['tokens']} tokens of {perplexity['data']}: dense ",
+            bold(dense),
+            ", 2:4 ",
+            bold(sparse),
         )
     if agreement is not None:
         say(

@@ -47,7 +47,7 @@ def command(
             [(*r[:2], f"{r[2]} broken" if r[2] != "yes" else "yes", *r[3:]) for r in rows],
         )
     for fault in report.faults[:MOST_FAULTS]:
-        note(f"[bold red]fault:[/] {fault}")
+        note(("fault:", "bold red"), f" {fault}")
     if len(report.faults) > MOST_FAULTS:
         note(f"… and {len(report.faults) - MOST_FAULTS} more faults (all with --json).")
     form = "packed" if report.packed else "dense"
@@ -55,6 +55,7 @@ def command(
         group = report.scheme.get("group")
         form += f" {report.scheme['name']}{f' in groups of {group}' if group else ''}"
     sums = f"{report.checksums} of {report.tensors} tensors compared with their checksums"
-    verdict = "[green]sound[/]" if report.ok else f"[red]{len(report.faults)} faults[/]"
-    say(f"{directory}: {form}, {size(report.bytes)}, {sums}: {verdict}")
+    found = f"{len(report.faults)} fault{'s' * (len(report.faults) > 1)}"
+    verdict = ("sound", "green") if report.ok else (found, "red")
+    say(f"{directory}: {form}, {size(report.bytes)}, {sums}: ", verdict)
     return 0 if report.ok else 1

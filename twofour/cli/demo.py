@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from twofour.cli.output import Json, print_json, progress, quiet_libraries, say, size, table
+from twofour.cli.output import Json, bold, print_json, progress, quiet_libraries, say, shell, size, table
 
 EXAMPLE = "Example: [bold]twofour demo --model ./my-model --out ./my-demo[/]"
 
@@ -63,9 +63,9 @@ def _show(found: dict[str, Any]) -> None:
         f"Perplexity over {dense['tokens']} tokens, windows of {dense['context']}, {dense['stride']} apart. "
         f"Pruned in {found['prune_seconds']:.1f} s, packed in {found['pack_seconds']:.1f} s."
     )
-    say(f"\n[bold]{escape(found['prompt'])}[/] …")
-    say(f"  dense: {escape(repr(found['dense_text']))}")
-    say(f"  2:4:   {escape(repr(found['packed_text']))}")
+    say("\n", bold(found["prompt"]), " …")
+    say(f"  dense: {found['dense_text']!r}")
+    say(f"  2:4:   {found['packed_text']!r}")
     say("")
     if found["is_demo_model"]:
         say('SmolLM2 comes from weights that were rounded to 4 bits: "dense" here is after that.')
@@ -75,10 +75,12 @@ def _show(found: dict[str, Any]) -> None:
         say("One-shot pruning costs so small a model much; twofour recover is there to win it back.")
     say("A CPU has no Sparse Tensor Cores: here 2:4 saves bytes, not time.")
     say("\nWhat to try next:")
-    say(f"  twofour check {found['packed']}")
-    say(f"  twofour eval {found['packed']} --data YOUR.txt --against {found['dense']}")
-    say("  twofour demo --model YOUR-MODEL --out YOUR-DEMO")
-    say(
-        '  python -c "import twofour; from transformers import AutoModelForCausalLM as M; '
-        f"print(M.from_pretrained('{found['packed']}'))\""
+    made = found["packed"]
+    say("  ", shell("check", made))
+    say("  ", shell("eval", made, "--data", "YOUR.txt", "--against", found["dense"]))
+    say("  ", shell("demo", "--model", "YOUR-MODEL", "--out", "YOUR-DEMO"))
+    code = (
+        "import twofour; from transformers import AutoModelForCausalLM as M; "
+        f"print(M.from_pretrained({made!r}))"
     )
+    say("  python -c ", shlex.quote(code))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twofour.cli.output import Json, print_json, say, table
+from twofour.cli.output import Json, bold, print_json, say, table
 
 EXAMPLE = "Example: [bold]twofour doctor[/]"
 
@@ -22,5 +22,5 @@ def command(json: Json = False) -> None:
     else:
         say(f"No GPU: {found['no_gpu']}.")
     for backend in found["backends"]:
-        state = "[green]runs[/]" if backend["runs"] else "[yellow]does not run[/]"
-        say(f"backend [bold]{backend['name']}[/] {state}: {backend['why']}")
+        state = ("runs", "green") if backend["runs"] else ("does not run", "yellow")
+        say("backend ", bold(backend["name"]), " ", state, f": {backend['why']}")

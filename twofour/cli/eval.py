@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from twofour.cli.output import Json, Save, keep, print_json, progress, quiet_libraries, say, table
+from twofour.cli.output import (
+    Json,
+    Save,
+    bold,
+    keep,
+    print_error,
+    print_json,
+    progress,
+    quiet_libraries,
+    say,
+    table,
+)
 from twofour.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,12 +41,12 @@ def command(
     ] = None,
     against: Annotated[Path | None, typer.Option(help="A model to compare the predictions with.")] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens a window. Default: the model's, at most 2048.")
+        int | None, typer.Option(min=2, help="Tokens a window. Default: the model's, at most 2048.")
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="Tokens from window to window. Default: half a window.")
+        int | None, typer.Option(min=1, help="Tokens from window to window. Default: half a window.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Stop after so many tokens.")] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -48,7 +61,7 @@ def command(
     ] = None,
     save: Save = False,
     json: Json = False,
-) -> None:
+) -> int:
     """Perplexity of a model on a text, with its tokens and seconds, or its results on tasks, or both."""
     if data is None and tasks is None:
         raise InputError("there is nothing to evaluate on.", hint="Give --data TEXT, --tasks NAMES, or both.")
@@ -69,15 +82,28 @@ def command(
     if result is not None:
         document |= {"against": against and str(against), "data": str(data), **asdict(result)}
     document |= found
-    if save:
+    broken = None if result is None else _gives_nan(directory, against, result)
+    if save and broken is None:  # the report has no use for a perplexity that is none
         keep(document, directory)
     if json:
         print_json(document)
-        return
-    if result is not None:
-        _say_perplexity(directory, against, result)
-    if found:
-        _say_tasks(directory, found)
+    else:
+        if result is not None and broken != directory:
+            _say_perplexity(directory, against, result)
+        if found:
+            _say_tasks(directory, found)
+    if broken is None:
+        return 0
+    see = shlex.join(["twofour", "check", str(broken)])
+    print_error(f"{broken} gives NaN on this text: it has no perplexity. See: {see}", as_json=False)
+    return 1
+
+
+def _gives_nan(directory: Path, against: Path | None, result: Perplexity) -> Path | None:
+    """The model that does, if one of them does."""
+    if math.isnan(result.perplexity):
+        return directory
+    return against if math.isnan(result.against_perplexity or 0) else None
 
 
 def _on_text(
@@ -88,13 +114,16 @@ def _on_text(
     stride: int | None,
     max_tokens: int | None,
 ) -> Perplexity:
-    from twofour.bench.perplexity import evaluate
+    from twofour.bench.perplexity import evaluate, require_same_words
     from twofour.calibrate.text import read_documents
     from twofour.io.load import load_causal_lm
 
     documents = read_documents(data)
     model, tokenizer = load_causal_lm(directory, open_experts=False)
-    other = load_causal_lm(against, open_experts=False)[0] if against else None
+    other = None
+    if against:
+        other, its = load_causal_lm(against, open_experts=False)
+        require_same_words(tokenizer, its, directory, against)
     with progress("evaluating") as on_progress:
         return evaluate(
             model,
@@ -123,14 +152,15 @@ def _on_tasks(directory: Path, tasks: str, limit: int | None, task_directory: Pa
 
 def _say_perplexity(directory: Path, against: Path | None, result: Perplexity) -> None:
     say(
-        f"{directory}: perplexity [bold]{result.perplexity:.3f}[/] over {result.tokens} tokens of "
-        f"{result.documents} documents in {result.seconds:.1f} s"
+        f"{directory}: perplexity ",
+        bold(f"{result.perplexity:.3f}"),
+        f" over {result.tokens} tokens of {result.documents} documents in {result.seconds:.1f} s",
     )
     say(
         f"Windows of {result.context} tokens, {result.stride} apart, every token scored once; "
         f"documents start {'with' if result.bos else 'without'} BOS."
     )
-    if result.agreement is not None:
+    if result.agreement is not None and not math.isnan(result.agreement):
         say(
             f"Against {against}, whose perplexity is {result.against_perplexity:.3f}: the same most likely "
             f"token at {result.agreement:.1%} of the positions, KL {result.kl:.4f} nats."

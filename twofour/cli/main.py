@@ -8,9 +8,12 @@ and shell completion answer at once.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -56,7 +59,7 @@ def _options(
     pass
 
 
-for verb in (
+VERBS = (
     advise,
     sensitivity,
     prune,
@@ -70,8 +73,24 @@ for verb in (
     report,
     demo,
     doctor,
-):
-    app.command(verb.__name__.rpartition(".")[2], epilog=verb.EXAMPLE)(verb.command)
+)
+
+
+def _interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Typer makes a status of Ctrl-C, which tells nobody, and nobody could tell it from `bench`'s own."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> Any:
+        try:
+            return command(*arguments, **options)
+        except KeyboardInterrupt:
+            raise typer.Abort from None
+
+    return run
+
+
+for verb in VERBS:
+    app.command(verb.__name__.rpartition(".")[2], epilog=verb.EXAMPLE)(_interruptible(verb.command))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     except typer.Exit as end:
         return end.exit_code
     except (typer.Abort, KeyboardInterrupt):
-        print_error("stopped.", as_json=as_json)
+        print_error(_stopped(arguments), as_json=as_json)
         return 130
     except Exception as error:
         usage = _usage_error(error)
@@ -97,6 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print_error(usage, as_json=as_json)
         return 2
+
+
+def _stopped(arguments: list[str]) -> str:
+    asked = next((word for word in arguments if not word.startswith("-")), "")
+    commands = {verb.__name__.rpartition(".")[2]: verb.command for verb in VERBS}
+    resumes = asked in commands and "resume" in inspect.signature(commands[asked]).parameters
+    return "stopped. The same command with --resume goes on." if resumes else "stopped."
 
 
 def _usage_error(error: Exception) -> str | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import os
+import shlex
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,10 +15,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from twofour.progress import OnProgress
+from twofour.report.figures import to_json
 from twofour.words import alike as alike
 from twofour.words import size as size  # verbs import all they print with from here
 
@@ -41,45 +44,56 @@ Samples = Annotated[int, typer.Option(help="Windows of calibration text.")]
 Seqlen = Annotated[int | None, typer.Option(help="Tokens a window. Default: the model's, at most 2048.")]
 Seed = Annotated[int, typer.Option(help="Which windows are taken.")]
 
-#: Without a terminal: how often a plain line tells how far the work is.
-SECONDS_BETWEEN_LINES = 5.0
+#: What is printed: plain text, or text and its style. No markup: rich would take brackets in a path for it.
+Part = str | tuple[str, str]
+
+#: Without a terminal: when a plain line first tells that there is work, and then how often how far it is.
+SECONDS_BEFORE_FIRST_LINE, SECONDS_BETWEEN_LINES = 2.0, 5.0
 
 
 def print_json(document: dict[str, Any]) -> None:
-    json.dump(document, sys.stdout, indent=2, ensure_ascii=False, default=str)
-    sys.stdout.write("\n")
+    sys.stdout.write(to_json(document))
 
 
 def keep(document: dict[str, Any], directory: Path) -> None:
     """Put the document beside the model, where `twofour report` finds it."""
     from twofour.report.documents import save_document
 
-    note(escape(f"Kept: {save_document(directory, document)}"))
+    note(f"Kept: {save_document(directory, document)}")
 
 
 def print_error(message: str, *, as_json: bool, layer: str | None = None) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(message)}")
+    note(("error:", "bold red"), f" {message}")
     if as_json:
         print_json({"error": {"message": message, "layer": layer}})
 
 
-def say(text: str) -> None:
+def say(*parts: Part) -> None:
     """A line of the result for people."""
-    Console(soft_wrap=True, highlight=False).print(text)
+    Console(soft_wrap=True).print(Text.assemble(*parts))
 
 
-def note(text: str) -> None:
+def note(*parts: Part) -> None:
     """A line that is not the result."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(text)
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(*parts))
+
+
+def bold(text: str) -> Part:
+    return text, "bold"
+
+
+def shell(*words: object) -> Part:
+    """A command of ours to copy into a shell, whatever its paths are called."""
+    return bold(shlex.join(["twofour", *map(str, words)]))
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """A table of the result; columns after the first are figures and stand to the right."""
-    shown = Table(title=title, title_justify="left", title_style="bold")
+    shown = Table(title=Text(title, "bold"), title_justify="left")
     for number, column in enumerate(columns):
-        shown.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+        shown.add_column(Text(column), justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*(escape(str(cell)) for cell in row))
+        shown.add_row(*(Text(str(cell)) for cell in row))
     # A pipe has no width; a table cut to a guess of 80 columns would be useless there.
     Console(width=None if sys.stdout.isatty() else 120).print(shown)
 
@@ -91,28 +105,36 @@ def progress(what: str) -> Iterator[OnProgress]:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("[dim]{task.fields[label]}"), console=Console(stderr=True)) as bar:
+        labels = TextColumn("{task.fields[label]}", style="dim", markup=False)
+        with Progress(*columns, labels, console=Console(stderr=True)) as bar:
             task = bar.add_task(what, total=None, label="")
-            yield lambda done, total, label: bar.update(
-                task, completed=done, total=total, label=escape(label)
-            )
+            yield lambda done, total, label: bar.update(task, completed=done, total=total, label=label)
         return
-    last = time.monotonic()
-    begun: tuple[float, int] | None = None  # when the work first told of itself, and what was done by then
+    due = time.monotonic() + SECONDS_BEFORE_FIRST_LINE
+    # When the work, or a part of it with another total, first told of itself, and what was done by then.
+    begun: tuple[float, int, int] | None = None
 
     def on_progress(done: int, total: int, label: str) -> None:
-        nonlocal last, begun
+        nonlocal due, begun
         now = time.monotonic()
-        if begun is None or done < begun[1]:
-            begun = (now, done)
-        if now - last >= SECONDS_BETWEEN_LINES:
-            last = now
+        if begun is None or done < begun[1] or total != begun[2]:
+            begun = (now, done, total)
+        if now >= due:
+            due = now + SECONDS_BETWEEN_LINES
             # A resumed run starts far along: what it found done tells nothing of its speed.
-            start, before = begun
+            start, before, _ = begun
             left = f"{(now - start) * (total - done) / (done - before):.0f} s left, " if done > before else ""
-            note(escape(f"{what}: {100 * done // max(total, 1)} %, {left}{label}"))
+            note(f"{what}: {100 * done // max(total, 1)} %, {left}{label}")
 
-    yield on_progress
+    # Until the work can tell how far it is: loading a model, or tokenizing one long text, takes a while.
+    first = threading.Timer(SECONDS_BEFORE_FIRST_LINE, note, [f"{what} …"])
+    first.daemon = True
+    if os.environ.get("RANK", "0") == "0":  # one process of torchrun speaks for all
+        first.start()
+    try:
+        yield on_progress
+    finally:
+        first.cancel()
 
 
 def quiet_libraries() -> None:

@@ -12,10 +12,12 @@ from twofour.cli.output import (
     Include,
     Json,
     Resume,
+    bold,
     print_json,
     progress,
     quiet_libraries,
     say,
+    shell,
     size,
 )
 
@@ -46,4 +48,4 @@ def command(
     dense, packed = step["dense_bytes"], step["packed_bytes"]
     share = f"{packed / dense:.1%} of {size(dense)}"
     say(f"Packed {len(step['layers'])} layers into {size(packed)}, {share}: {out}")
-    say(f"Next: [bold]twofour check {out}[/], or load it: [bold]import twofour[/], then from_pretrained.")
+    say("Next: ", shell("check", out), ", or load it: ", bold("import twofour"), ", then from_pretrained.")

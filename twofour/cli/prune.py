@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from twofour.cli.output import (
     Calib,
@@ -22,6 +21,7 @@ from twofour.cli.output import (
     progress,
     quiet_libraries,
     say,
+    shell,
 )
 from twofour.cli.quantize import Group, Tune
 from twofour.errors import InputError
@@ -77,9 +77,9 @@ def command(
         str | None,
         typer.Option(metavar="NAME", help="Budget: the GPU, e.g. H100, L40S. Default: this machine's."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Budget: sequences at once.")] = 1,
-    seq: Annotated[int, typer.Option(help="Budget: tokens of each prompt.")] = 2048,
-    generate: Annotated[int, typer.Option(help="Budget: tokens generated for each prompt.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Budget: sequences at once.")] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="Budget: tokens of each prompt.")] = 2048,
+    generate: Annotated[int, typer.Option(min=0, help="Budget: tokens generated for each prompt.")] = 256,
     scheme: Annotated[
         str | None,
         typer.Option(
@@ -105,11 +105,13 @@ def command(
         raise InputError("--permute goes by the inputs of the layers.", hint="Give text with --calib FILE.")
     if budget and calib is None:
         raise InputError("--budget weighs losses on text.", hint="Give text with --calib FILE.")
-    if (group or tune) and not scheme:
+    if (group is not None or tune) and scheme is None:
         raise InputError("--group and --tune go with --scheme.", hint="Give one, such as --scheme int4.")
-    if scheme:
+    if scheme is not None:
         from twofour.cli.quantize import run
+        from twofour.io.checkpoint import Checkpoint
         from twofour.io.quantize import QuantizeOptions
+        from twofour.io.record import last_step
 
         given = {"--lowrank": lowrank, "--permute": permute, "--budget": budget}
         if calib is None:
@@ -122,6 +124,9 @@ def command(
             )
         rounded = CalibrationOptions(calib, samples, seqlen, seed)
         options = QuantizeOptions(scheme, group, "joint", tune=tune)
+        if last_step(Checkpoint(model).record, "prune") is not None:
+            words = shell("quantize", model, out, "--scheme", scheme)
+            note(f"{model} is pruned already, and is pruned again: to keep its zeros use ", words, ".")
         run("prune", model, out, options, include, exclude, rounded, resume, json)
         return
     quiet_libraries()
@@ -159,7 +164,7 @@ def command(
     say(f"Weight lost, as a share of each layer's norm: {min(errors):.3f} to {max(errors):.3f}.")
     if chosen:
         for text in chosen.notes:
-            note(escape(text))
+            note(text)
         say(
             f"Budget {chosen.budget}: {len(chosen.dense)} layers stay dense. Told for the {chosen.gpu}: "
             f"{chosen.speed:.2f} times dense's speed ({chosen.speed_all:.2f} with all pruned); of layers "
@@ -190,4 +195,7 @@ def command(
             say(f"{back} of {len(blocks)} blocks keep their untuned weights: there the tuning did not help.")
     left = sorted({f"{alike(name)} ({reason})" for name, reason in step["left"].items()})
     say("Left alone: " + ("; ".join(left) or "nothing") + ".")
-    say(f"Next: [bold]twofour recover {out} {out}-r --data TEXT --teacher {model}[/], then pack it")
+    if lowrank:
+        say("Next: ", shell("pack", out, f"{out}-packed"))
+        return
+    say("Next: ", shell("recover", out, f"{out}-r", "--data", "TEXT", "--teacher", model), ", then pack it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from twofour.cli.output import (
     progress,
     quiet_libraries,
     say,
+    shell,
     size,
 )
 from twofour.errors import InputError
@@ -40,6 +42,9 @@ Tune = Annotated[
     bool,
     typer.Option("--tune", help="Tune each block as a whole after its layers are rounded. Needs --calib."),
 ]
+
+#: Of a pruned model; `joint`, which prunes, is for a dense one.
+ROUNDINGS = ("nearest", "compensated")
 
 
 def command(
@@ -91,10 +96,13 @@ def command(
         raise InputError(
             "joint rounding prunes a dense model.", hint="Use: twofour prune MODEL OUT --scheme SCHEME."
         )
+    if how not in (None, *ROUNDINGS):
+        raise InputError(f"there is no rounding {how!r}.", hint=f"Choose one of: {', '.join(ROUNDINGS)}.")
     calibration = CalibrationOptions(calib, samples, seqlen, seed) if calib else None
     options = QuantizeOptions(scheme, group, how, smooth, tune, teacher)
     if calibration and teacher is None and (dense := pruned_layer_by_layer(model)):
-        note(f"Pruned from {dense}: --teacher {dense} --tune would win back some of what that lost.")
+        flags = f"--teacher {shlex.quote(dense)} --tune"
+        note(f"Pruned from {dense}: {flags} would win back some of what that lost.")
     if calibration and tuned_on_the_same_windows(model, calibration):
         note("Pruning was tuned on these windows, so they tell little of other text: take another --seed.")
     run("quantize", model, out, options, include, exclude, calibration, resume, json)
@@ -179,5 +187,5 @@ def run(
             f"Output error of the blocks on held-out text: {before:.2e} rounded, {after:.2e} tuned (mean); "
             f"{back} of {len(blocks)} stay untuned, where it did not help."
         )
-    say(f"Next: [bold]twofour check {out}[/], [bold]twofour eval {out} --data TEXT[/],")
-    say(f"or [bold]twofour recover {out} {out}-r --data TEXT[/], which trains its scales.")
+    say("Next: ", shell("check", out), ", ", shell("eval", out, "--data", "TEXT"), ",")
+    say("or ", shell("recover", out, f"{out}-r", "--data", "TEXT"), ", which trains its scales.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from twofour.cli.output import Json, Resume, note, print_json, progress, quiet_libraries, say
+from twofour.cli.output import Json, Resume, bold, note, print_json, progress, quiet_libraries, say, shell
 from twofour.progress import silent
 
 EXAMPLE = (
@@ -150,7 +150,11 @@ def command(
         f"in {step['seconds']:.0f} s: {out}"
     )
     rounded = f", rounded to {scheme}" if scheme else ""
-    say(f"Held-out perplexity{rounded}: {told['before']:.2f} before, [bold]{told['after']:.2f}[/] after.")
+    say(
+        f"Held-out perplexity{rounded}: {told['before']:.2f} before, ",
+        bold(f"{told['after']:.2f}"),
+        " after.",
+    )
     if not told["after"] < told["before"]:
         say("Training did not help: try a smaller --lr, more --tokens or other text.")
     if step["stopped"]:
@@ -163,10 +167,10 @@ def command(
             f"such as {step['frozen'][0]}."
         )
     if step["options"]["recipe"] == SCALES:
-        say(f"Next: [bold]twofour check {out}[/], [bold]twofour eval {out} --data TEXT[/]")
+        say("Next: ", shell("check", out), ", ", shell("eval", out, "--data", "TEXT"))
     elif scheme:
-        groups = f" --group {group}" if group else ""
-        way = f"--scheme {scheme}{groups} --rounding nearest"
-        say(f"Next, for these very codes: [bold]twofour quantize {out} {out}-{scheme} {way}[/]")
+        groups = ["--group", group] if group else []
+        way = ["--scheme", scheme, *groups, "--rounding", "nearest"]
+        say("Next, for these very codes: ", shell("quantize", out, f"{out}-{scheme}", *way))
     else:
-        say(f"Next: [bold]twofour pack {out} {out}-packed[/]")
+        say("Next: ", shell("pack", out, f"{out}-packed"))

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from twofour.cli.output import Json, note, print_json, progress, quiet_libraries, say, size
+from twofour.cli.output import Json, bold, note, print_json, progress, quiet_libraries, say, size
 
 EXAMPLE = "Example: [bold]twofour report ./Llama-3-8B-24-packed -o report.html[/]"
 
@@ -50,12 +49,12 @@ def command(
         print_json({"verb": "report", **found})
         return
     for sentence in found["verdicts"].values():
-        say(escape(sentence))
+        say(sentence)
     for refusal in found["refused"]:
-        note(f"[yellow]not understood:[/] {escape(refusal['source'])} {escape(refusal['why'])}")
+        note(("not understood:", "yellow"), f" {refusal['source']} {refusal['why']}")
     commands = dict.fromkeys(gap["command"] for gap in found["missing"])
     if commands:
         gaps = len(found["missing"])
         say(f"Not measured: {gaps} thing{'s' * (gaps > 1)}; the page names the commands, such as")
-        say(f"  [bold]{escape(next(iter(commands)))}[/]")
-    say(f"Written: {escape(str(target))}, {size(found['bytes'])}")
+        say("  ", bold(next(iter(commands))))
+    say(f"Written: {target}, {size(found['bytes'])}")

@@ -21,7 +21,7 @@ from typing import Any
 
 from twofour.errors import InputError
 from twofour.io.checkpoint import read_json
-from twofour.report.figures import is_number
+from twofour.report.figures import is_number, to_json
 
 #: Where documents lie beside a model. A directory: the stages copy a model's files along, but not these.
 REPORTS = "reports"
@@ -108,6 +108,8 @@ class Refused:
 def read_document(path: Path, source: str | None = None) -> Document | Refused:
     """A file of JSON as what it is. InputError if it is no JSON object at all."""
     source = source or str(path)
+    if not path.exists():
+        raise InputError(f"{path} does not exist.", hint="Give a file that a verb wrote with --json.")
     content = read_json(path)
     verb = content.get("verb")
     if not isinstance(verb, str):
@@ -136,7 +138,7 @@ def save_document(directory: Path, document: dict[str, Any]) -> Path:
     partial = folder / f".{path.name}.partial"
     try:
         folder.mkdir(exist_ok=True)
-        partial.write_text(json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n", "utf-8")
+        partial.write_text(to_json(document), "utf-8")
         partial.replace(path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}.") from error
@@ -157,7 +159,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}.") from error
-    for count, line in enumerate(text.splitlines(), 1):
+    for count, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

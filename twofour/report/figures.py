@@ -1,7 +1,8 @@
-"""Figures as people read them: three digits, a unit, and a sign where there is no figure."""
+"""Figures as people read them: three digits, a unit, and a sign where there is no figure; and as JSON."""
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any, TypeGuard
 
@@ -14,6 +15,23 @@ NONE = "–"
 def is_number(value: Any) -> TypeGuard[float]:
     """A finite number. JSON from Python may hold NaN, and True is an int."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def to_json(document: Any) -> str:
+    """What verbs print and keep. JSON has no NaN and no infinity: a figure that is none is null.
+
+    >>> to_json({"perplexity": float("nan")})
+    '{\\n  "perplexity": null\\n}\\n'
+    """
+    return json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def number(value: Any, digits: int = 3) -> str:

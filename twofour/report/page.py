@@ -19,7 +19,12 @@ from twofour.report.subject import Subject, read_subjects
 from twofour.report.verdict import verdict
 from twofour.version import __version__
 
-FORMATS = ("html", "md")
+#: The formats, and the names of files that tell them.
+SUFFIXES = {"html": (".html", ".htm"), "md": (".md", ".markdown")}
+
+#: What tells an earlier report of ours from any other file: near the begin of HTML, at the end of markdown.
+MARK_OF_HTML = b'<meta name="generator" content="twofour report">'
+MARK_OF_MARKDOWN = b"\n---\n\nMade by twofour "
 
 
 def make_page(subjects: Sequence[Subject], refused: Sequence[Refused]) -> Page:
@@ -68,13 +73,19 @@ def report(
     `generate`, a prompt, every model continues it. `format` is known from the name of `out` if not given.
     """
     out = Path(out)
-    form = format or ("md" if out.suffix.lower() in (".md", ".markdown") else "html")
-    if form not in FORMATS:
-        raise InputError(f"there is no format {form!r}.", hint=f"Choose one of: {', '.join(FORMATS)}.")
+    _require_ours(out)
+    form: str | None = format or next(
+        (name for name, ends in SUFFIXES.items() if out.suffix.lower() in ends), None
+    )
+    if form is None:
+        raise InputError(
+            f"{out}: its name does not tell whether to write HTML or markdown.",
+            hint="End it in .html or .md, or add --format.",
+        )
+    if form not in SUFFIXES:
+        raise InputError(f"there is no format {form!r}.", hint=f"Choose one of: {', '.join(SUFFIXES)}.")
     if not directories:
         raise InputError("a report needs a model directory.")
-    if out.is_dir():
-        raise InputError(f"{out} is a directory.", hint="Give the file to write with -o.")
     subjects, refused = read_subjects(directories, documents)
     if generate is not None:
         generate_for(subjects, generate, on_progress)
@@ -88,6 +99,26 @@ def report(
         **page.to_dict(),
         "refused": [vars(refusal) for refusal in refused],
     }
+
+
+def _require_ours(out: Path) -> None:
+    """Refuse to write over anything but a report: a slip of the finger must not cost a text or a model."""
+    if out.is_dir():
+        raise InputError(f"{out} is a directory.", hint="Give the file to write with -o.")
+    if not out.exists():
+        return
+    try:
+        with out.open("rb") as file:
+            begin = file.read(2000)
+            file.seek(max(0, out.stat().st_size - 500))
+            end = file.read()
+    except OSError as error:
+        raise InputError(f"cannot read {out}, which is there: {error.strerror or error}.") from error
+    if MARK_OF_HTML not in begin and MARK_OF_MARKDOWN not in end:
+        raise InputError(
+            f"{out} is there, and it is no report of twofour, so it is not written over.",
+            hint="Give another name with -o, or move the file away.",
+        )
 
 
 def _write(out: Path, text: str) -> int:

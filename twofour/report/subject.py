@@ -276,6 +276,9 @@ def read_subjects(
     directories: Sequence[str | Path], extra: Sequence[str | Path] = ()
 ) -> tuple[list[Subject], list[Refused]]:
     """The models, each with the documents that are about it, and what could not be placed."""
+    places = [Path(directory).resolve() for directory in directories]
+    if twice := [given for given, place in zip(directories, places, strict=True) if places.count(place) > 1]:
+        raise InputError(f"{twice[0]} is given twice.", hint="Compare different models.")
     subjects = [read_subject(directory) for directory in directories]
     _tell_apart(subjects)
     refused = [refusal for subject in subjects for refusal in subject.refused]
