@@ -244,12 +244,15 @@ def test_windows(_dense):
             sample_windows(tokenizer, ["abc " * 30], samples, length)
 
 
-def test_a_long_text_tells_how_far_its_tokens_are(_dense):
+def test_a_long_text_tells_how_far_its_tokens_are(_dense, monkeypatch):
+    monkeypatch.setattr("twofour.calibrate.windows.A_MOMENT", 400)
     tokenizer = AutoTokenizer.from_pretrained(_dense)
     told = []
     documents = ["abc " * 30, "xyz " * 90]
     sample_windows(tokenizer, documents, 1, 12, on_progress=lambda *now: told.append(now))
     assert told == [(0, 480, "tokenizing the text"), (120, 480, "tokenizing the text")]
+    sample_windows(tokenizer, documents[1:], 1, 12, on_progress=lambda *now: told.append(now))
+    assert len(told) == 2  # less text takes no time
 
 
 class Experts(nn.Module):

@@ -11,12 +11,16 @@ from torch import Tensor
 from twofour.errors import InputError
 from twofour.progress import OnProgress, silent
 
+#: Characters that are tokenized before anyone asks where it is.
+A_MOMENT = 1 << 20
+
 
 def one_by_one(documents: Sequence[str], on_progress: OnProgress) -> Iterator[str]:
     """The documents to tokenize, telling how far they are: much text takes longer than its few windows."""
     done, total = 0, sum(map(len, documents))
     for document in documents:
-        on_progress(done, total, "tokenizing the text")
+        if total > A_MOMENT:
+            on_progress(done, total, "tokenizing the text")
         yield document
         done += len(document)
 

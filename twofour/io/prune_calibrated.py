@@ -196,7 +196,7 @@ def open_for_calibration(
     if documents is None:
         windows = write_windows(model, tokenizer, samples, length, seed, on_progress)
     else:
-        windows = sample_windows(tokenizer, documents, samples, length, seed)
+        windows = sample_windows(tokenizer, documents, samples, length, seed, on_progress)
     return model, windows, weights
 
 

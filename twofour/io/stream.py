@@ -20,6 +20,7 @@ from twofour.io.checkpoint import Checkpoint, stamps
 from twofour.io.writer import CHECKSUMS, CheckpointWriter, free_bytes, sha256
 from twofour.progress import OnProgress, silent
 from twofour.version import __version__
+from twofour.words import size
 
 #: Bytes of input that make one output shard; with the tensor in hand this is what memory holds.
 SHARD_BYTES = 512 << 20
@@ -130,8 +131,7 @@ def _require_space(source: Checkpoint, writer: CheckpointWriter, least: float) -
     free = free_bytes(writer.out)
     if free < needed:
         raise InputError(
-            f"the disk is too full: {writer.out} needs {needed / 1e9:.2f} GB or more, "
-            f"and {free / 1e9:.2f} GB are free.",
+            f"the disk is too full: {writer.out} needs {size(needed)} or more, and {size(free)} are free.",
             hint="Free some space; with --resume it goes on from what is finished."
             if writer.kept
             else "Free some space or choose another place.",

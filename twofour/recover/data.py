@@ -155,8 +155,8 @@ def read_data(
     wanted = min(max(tokens // (TRAINED_PER_HELD_OUT * length), FEWEST_HELD_OUT), MOST_HELD_OUT)
     held_out = None
     if eval_data is not None:
-        held_out = _evaluated(token_stream(tokenizer, read_documents(eval_data)), length, wanted)
-    files = [token_stream(tokenizer, read_documents(path)) for path in data if str(path) != SELF]
+        held_out = _evaluated(token_stream(tokenizer, read_documents(eval_data), on_progress), length, wanted)
+    files = [token_stream(tokenizer, read_documents(path), on_progress) for path in data if str(path) != SELF]
     streams: list[tuple[Tensor, bool]] = [(stream, True) for stream in files]
     writes = len(files) < len(data)
     if writes:
