@@ -132,7 +132,7 @@ def _usage_error(error: Exception) -> str | None:
         return None
     context = getattr(error, "ctx", None)
     hint = f" See `{context.command_path} --help`." if context is not None else ""
-    return f"{words()}{hint}"
+    return f"{words().rstrip('.')}.{hint}"
 
 
 def run() -> None:
