@@ -140,6 +140,46 @@ def test_index_that_lies(twofour, dense, tmp_path):
     one_sentence(ran, "model.ghost.weight")
 
 
+@pytest.mark.parametrize("entry", [5, ["model.safetensors"], None])
+def test_index_whose_entries_are_no_names_of_files(twofour, dense, tmp_path, entry):
+    AutoModelForCausalLM.from_pretrained(dense).save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    index = tmp_path / "sharded" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = entry
+    index.write_text(json.dumps(content))
+    ran = twofour("prune", tmp_path / "sharded", tmp_path / "out")
+    assert ran.status == 2
+    one_sentence(ran, index.name, "model.norm.weight")
+    assert twofour("check", tmp_path / "sharded").status == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"steps": 3}, "its steps are not a list"),
+        ({"steps": [1]}, "a step is not an object with a verb"),
+        ({"steps": [{"options": {}}]}, "a step is not an object with a verb"),
+        ({"steps": [{"verb": "prune", "options": {}}]}, "lacks the options or the layers"),
+        ({"steps": [{"verb": "prune", "options": {}, "layers": []}]}, "the layers of prune"),
+        ({"steps": [{"verb": "prune", "options": {}, "layers": {"a": 1}}]}, "what prune says about a"),
+        ({"steps": [{"verb": "pack", "options": "none"}]}, "the options of pack"),
+    ],
+)
+def test_record_that_somebody_damaged(twofour, pruned, tmp_path, record, message):
+    (pruned / "twofour.json").write_text(json.dumps(record))
+    for verb in (
+        ["pack", pruned, tmp_path / "out"],
+        ["quantize", pruned, tmp_path / "out", "--scheme", "int8"],
+    ):
+        ran = twofour(*verb)
+        assert ran.status == 2
+        one_sentence(ran, "twofour.json", message)
+    assert twofour("report", pruned).status == 2
+    ran = twofour("check", pruned)
+    assert ran.status == 1
+    assert message in ran.err
+
+
 @pytest.mark.parametrize("version", [4, 99, "1", None])
 def test_future_format_version(twofour, packed, version):
     edit_config(packed, lambda c: c["quantization_config"].update(format_version=version))

@@ -63,6 +63,7 @@ def check(directory: str | Path, on_progress: OnProgress = silent) -> CheckRepor
     directory = Path(directory)
     try:
         checkpoint = Checkpoint(directory)
+        _ = checkpoint.record  # read when it is first asked for
     except InputError as error:
         if not (directory / CONFIG).exists():
             raise  # not a checkpoint at all
