@@ -54,6 +54,8 @@ class Checkpoint:
             what = "is a file, not a directory" if self.directory.exists() else "does not exist"
             raise InputError(f"{self.directory} {what}.", hint="Give a Hugging Face style model directory.")
         self.config = read_json(self.directory / CONFIG)
+        #: Tensors in the files that the index leaves out. transformers loads them all the same.
+        self.unlisted: list[str] = []
         self.tensors = self._find_tensors()
 
     @cached_property
@@ -102,6 +104,7 @@ class Checkpoint:
         for name, file in weight_map.items():
             if name not in found or found[name].file != file:
                 raise InputError(f"{index} says that {file} holds {name}, but it does not.")
+        self.unlisted = sorted(found.keys() - weight_map.keys())
         return found
 
     def _tensors_in(self, file: str) -> Iterator[tuple[str, TensorInfo]]:
