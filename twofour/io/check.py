@@ -131,6 +131,8 @@ def _check_bytes(checkpoint: Checkpoint, report: CheckReport, on_progress: OnPro
         try:
             sums = json.loads(checkpoint.metadata(file).get(CHECKSUMS, "{}"))
         except json.JSONDecodeError:
+            sums = None
+        if not isinstance(sums, dict):
             report.faults.append(f"{file}: the stored checksums cannot be read.")
             sums = {}
         for info in (t for t in checkpoint.tensors.values() if t.file == file):
