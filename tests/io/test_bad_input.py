@@ -17,8 +17,16 @@ import twofour as library
 from twofour.io.check import check
 from twofour.io.checkpoint import Checkpoint
 
+from .models_with_experts import written
+
 WEIGHTS = "model.safetensors"
 LAYER = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text("Once upon a time there was a cat. " * 8)
+    return tmp_path / "text.txt"
 
 
 def digest(directory):
@@ -140,6 +148,46 @@ def test_index_that_lies(twofour, dense, tmp_path):
     one_sentence(ran, "model.ghost.weight")
 
 
+@pytest.mark.parametrize("entry", [5, ["model.safetensors"], None])
+def test_index_whose_entries_are_no_names_of_files(twofour, dense, tmp_path, entry):
+    AutoModelForCausalLM.from_pretrained(dense).save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    index = tmp_path / "sharded" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = entry
+    index.write_text(json.dumps(content))
+    ran = twofour("prune", tmp_path / "sharded", tmp_path / "out")
+    assert ran.status == 2
+    one_sentence(ran, index.name, "model.norm.weight")
+    assert twofour("check", tmp_path / "sharded").status == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"steps": 3}, "its steps are not a list"),
+        ({"steps": [1]}, "a step is not an object with a verb"),
+        ({"steps": [{"options": {}}]}, "a step is not an object with a verb"),
+        ({"steps": [{"verb": "prune", "options": {}}]}, "lacks the options or the layers"),
+        ({"steps": [{"verb": "prune", "options": {}, "layers": []}]}, "the layers of prune"),
+        ({"steps": [{"verb": "prune", "options": {}, "layers": {"a": 1}}]}, "what prune says about a"),
+        ({"steps": [{"verb": "pack", "options": "none"}]}, "the options of pack"),
+    ],
+)
+def test_record_that_somebody_damaged(twofour, pruned, tmp_path, record, message):
+    (pruned / "twofour.json").write_text(json.dumps(record))
+    for verb in (
+        ["pack", pruned, tmp_path / "out"],
+        ["quantize", pruned, tmp_path / "out", "--scheme", "int8"],
+    ):
+        ran = twofour(*verb)
+        assert ran.status == 2
+        one_sentence(ran, "twofour.json", message)
+    assert twofour("report", pruned).status == 2
+    ran = twofour("check", pruned)
+    assert ran.status == 1
+    assert message in ran.err
+
+
 @pytest.mark.parametrize("version", [4, 99, "1", None])
 def test_future_format_version(twofour, packed, version):
     edit_config(packed, lambda c: c["quantization_config"].update(format_version=version))
@@ -179,6 +227,83 @@ def test_missing_packed_tensor_is_never_filled_at_random(packed, what):
     assert not check(packed).ok
     with pytest.raises(library.InputError, match=f"no {LAYER}.{what}"):
         AutoModelForCausalLM.from_pretrained(packed)
+
+
+@pytest.mark.parametrize("form", ["pruned", "packed"])
+def test_missing_weight_is_never_filled_at_random(request, twofour, form, text):
+    directory = request.getfixturevalue(form)
+    edit_tensors(directory, lambda t: t.pop("model.norm.weight"))
+    ran = twofour("eval", directory, "--data", text)
+    assert ran.status == 2
+    one_sentence(ran, "lack model.norm.weight")
+    if form == "packed":
+        with pytest.raises(library.InputError, match=r"lack model\.norm\.weight"):
+            library.load(directory)
+
+
+@pytest.mark.parametrize("form", ["pruned", "packed"])
+def test_weight_of_another_shape_is_never_loaded(request, twofour, form, text):
+    directory = request.getfixturevalue(form)
+    edit_tensors(directory, lambda t: t.update({"model.norm.weight": torch.ones(60)}))
+    ran = twofour("eval", directory, "--data", text)
+    assert ran.status == 2
+    one_sentence(ran, "model.norm.weight", "[60]", "[64]")
+    if form == "packed":
+        with pytest.raises(library.InputError, match=r"model\.norm\.weight.*\[60\]"):
+            library.load(directory)
+
+
+def test_tied_weights_are_not_missing(twofour, tmp_path, dense, text):
+    """The head is in no file: it is the embedding."""
+    config = AutoModelForCausalLM.from_pretrained(dense).config
+    config.tie_word_embeddings = True
+    model = written(AutoModelForCausalLM.from_config(config), tmp_path / "tied", dense)
+    assert "lm_head.weight" not in Checkpoint(model).tensors
+    assert twofour("prune", model, tmp_path / "pruned").status == 0
+    assert twofour("pack", tmp_path / "pruned", tmp_path / "packed").status == 0
+    for directory in (tmp_path / "pruned", tmp_path / "packed"):
+        assert twofour("eval", directory, "--data", text).status == 0
+    loaded = library.load(tmp_path / "packed", AutoModelForCausalLM.from_pretrained(model))
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    tokens = torch.arange(20)[None]
+    assert torch.equal(loaded(tokens).logits, library.load(tmp_path / "packed")(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 65},
+        {"hidden_size": "64"},
+        {"hidden_size": -64},
+        {"num_attention_heads": 0},
+        {"quantization_config": [1]},
+        {"architectures": [7]},
+    ],
+)
+def test_config_with_a_value_that_fits_nothing(twofour, pruned, packed, tmp_path, text, change):
+    edit_config(pruned, lambda c: c.update(change))
+    edit_config(packed, lambda c: c.update(change))
+    quantize = ["quantize", pruned, tmp_path / "out", "--scheme", "int8"]
+    for verb in (["check", pruned], quantize, ["prune", pruned, tmp_path / "out"]):
+        ran = twofour(*verb)
+        assert ran.status == 2
+        one_sentence(ran, "config.json")
+    if change != {"architectures": [7]}:  # which AutoModelForCausalLM does not look at
+        ran = twofour("eval", pruned, "--data", text)
+        assert ran.status == 2
+        one_sentence(ran, "config.json")
+    with pytest.raises(library.InputError, match=r"config\.json|not a packed"):
+        library.load(packed)
+
+
+def test_architecture_that_transformers_does_not_know(twofour, pruned, packed, tmp_path):
+    for directory in (pruned, packed):
+        edit_config(directory, lambda c: c.update(architectures=["NopeForCausalLM"]))
+    ran = twofour("pack", pruned, tmp_path / "out")
+    assert ran.status == 2
+    assert len(one_sentence(ran, "'NopeForCausalLM', which transformers does not know")) < 400
+    with pytest.raises(library.InputError, match="'NopeForCausalLM', which transformers does not know"):
+        library.load(packed)
 
 
 def test_packing_what_is_not_pruned_names_the_layer(twofour, dense, tmp_path):

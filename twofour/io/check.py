@@ -1,8 +1,9 @@
 """`check`: is this checkpoint whole, is every layer 2:4, and what does it weigh?
 
-Reads everything once, tensor by tensor: stored checksums, shapes against the config, every position
-nibble, every group. A packed checkpoint is checked by what its config lists; one that is only pruned, by
-what its record lists; any other, by all layers that could be 2:4.
+Reads everything tensor by tensor: stored checksums, NaN, every position nibble, every group. A packed
+checkpoint is checked by what its config lists; one that is only pruned, by what its record lists; any other,
+by all layers that could be 2:4. Whether all tensors of the model are there, and in shape, is for transformers
+to say (`twofour.io.rehearse`).
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ from typing import Any
 from torch import Tensor
 
 from twofour.errors import InputError
-from twofour.io.checkpoint import CONFIG, Checkpoint
+from twofour.io.checkpoint import CONFIG, INDEX, Checkpoint
 from twofour.io.format import is_packed, packed_modules, scheme_of, stub
 from twofour.io.pack import layers_to_pack, lowrank_bytes
+from twofour.io.record import last_step
+from twofour.io.rehearse import rehearse
 from twofour.io.writer import CHECKSUMS, sha256
 from twofour.packed import unpack, validate
-from twofour.pattern import check_pattern, require_finite
+from twofour.pattern import check_pattern
 from twofour.progress import OnProgress, silent
 from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
+
+#: Numbers of these types, as safetensors calls them, may be NaN; what is packed is checked with its layer.
+FLOATS = ("F64", "F32", "F16", "BF16")
+PACKED = (".weight_values", ".weight_scale")
 
 #: Of a dense weight, where the packed one is quantized and does not tell: 16 bit.
 DENSE_BYTES = 2
@@ -63,15 +70,23 @@ def check(directory: str | Path, on_progress: OnProgress = silent) -> CheckRepor
     directory = Path(directory)
     try:
         checkpoint = Checkpoint(directory)
+        _ = checkpoint.record  # read when it is first asked for
     except InputError as error:
         if not (directory / CONFIG).exists():
             raise  # not a checkpoint at all
         return CheckReport(str(directory), packed=False, faults=[str(error)])
     packed = is_packed(checkpoint.config)
     report = CheckReport(str(directory), packed, bytes=checkpoint.nbytes, tensors=len(checkpoint.tensors))
+    report.faults += [f"{name}: {INDEX} leaves it out, and a file holds it." for name in checkpoint.unlisted]
     total = 2 * checkpoint.nbytes
-    done = _check_sums(checkpoint, report, on_progress, total)
-    layers = _packed_layers(checkpoint, report) if packed else _dense_layers(checkpoint)
+    misfits = _misfits(checkpoint, packed)
+    done = _check_bytes(checkpoint, report, on_progress, total)
+    try:
+        layers = _packed_layers(checkpoint, report) if packed else _dense_layers(checkpoint)
+    except InputError:
+        if packed or not misfits:
+            raise
+        layers = {}  # the model does not fit its files, and that will be said
     for base, layer in layers.items():
         try:
             entry = (
@@ -85,26 +100,60 @@ def check(directory: str | Path, on_progress: OnProgress = silent) -> CheckRepor
         on_progress(done, total, base)
         if entry.over:
             report.faults.append(f"{base}: {entry.over} of {entry.groups} groups keep more than two weights.")
+    told = {fault.partition(":")[0] for fault in report.faults}
+    report.faults += [why for name, why in misfits if not told & {name, name.rpartition(".")[0]}]
     on_progress(total, total, "")
     return report
 
 
-def _check_sums(checkpoint: Checkpoint, report: CheckReport, on_progress: OnProgress, total: int) -> int:
+def _misfits(checkpoint: Checkpoint, packed: bool) -> list[tuple[str, str]]:
+    """What is missing, left over or of another shape, by the name that the model has for it."""
+    try:
+        found = rehearse(checkpoint)
+    except InputError as error:
+        if not packed:
+            raise  # there is no telling which layers to look at
+        return [("", str(error))]
+    if found is not None:
+        return sorted(found)
+    pruned = (last_step(checkpoint.record, "prune") or {"layers": {}})["layers"]
+    in_files = {name: str(note.get("tensor", f"{name}.weight")) for name, note in pruned.items()}
+    return [
+        (name, f"{name}: the record says that it was pruned, and the files lack it.")
+        for name, weight in in_files.items()
+        if not {weight, f"{weight}_values"} & checkpoint.tensors.keys()
+    ]
+
+
+def _check_bytes(checkpoint: Checkpoint, report: CheckReport, on_progress: OnProgress, total: int) -> int:
     done = 0
     for file in checkpoint.files:
         try:
             sums = json.loads(checkpoint.metadata(file).get(CHECKSUMS, "{}"))
         except json.JSONDecodeError:
+            sums = None
+        if not isinstance(sums, dict):
             report.faults.append(f"{file}: the stored checksums cannot be read.")
             sums = {}
         for info in (t for t in checkpoint.tensors.values() if t.file == file):
+            tensor = checkpoint.read(info.name)
             if info.name in sums:
                 report.checksums += 1
-                if sha256(checkpoint.read(info.name)) != sums[info.name]:
+                if sha256(tensor) != sums[info.name]:
                     report.faults.append(f"{info.name}: its bytes in {file} do not match their checksum.")
+            if info.dtype in FLOATS and not info.name.endswith(PACKED) and (wrong := _not_finite(tensor)):
+                report.faults.append(f"{info.name}: {wrong} of {tensor.numel()} numbers are NaN or infinite.")
             done += info.nbytes
             on_progress(done, total, info.name)
     return done
+
+
+def _not_finite(tensor: Tensor) -> int:
+    """How many numbers are NaN or infinite, but for a mask, which some models have in their files."""
+    finite = tensor.isfinite()
+    if bool(finite.all()) or bool(((tensor == 0) | tensor.isneginf()).all()):
+        return 0
+    return int((~finite).sum())
 
 
 def _packed_layers(checkpoint: Checkpoint, report: CheckReport) -> dict[str, Layer]:
@@ -128,6 +177,9 @@ def _check_packed(checkpoint: Checkpoint, base: str, layer: Layer) -> LayerCheck
         if f"{base}.{what}" not in checkpoint.tensors:
             raise InputError(f"the config lists it, but the files hold no {what}.", layer=base)
     values, meta = checkpoint.read(f"{base}.weight_values"), checkpoint.read(f"{base}.weight_meta")
+    stored_as = checkpoint.tensors[f"{base}.weight_values"].dtype
+    if scheme is None and (stored_as not in FLOATS or f"{base}.weight_scale" in checkpoint.tensors):
+        raise InputError("the files hold codes or scales of it, but the config names no scheme.", layer=base)
     if values.dim() == 2 and values.shape[0] != layer.rows:
         raise InputError(f"weight_values has {values.shape[0]} rows, the config {layer.rows}.", layer=base)
     scale = None
@@ -168,7 +220,8 @@ def _dense_layers(checkpoint: Checkpoint) -> dict[str, Layer]:
 
 def _check_dense(checkpoint: Checkpoint, base: str, layer: Layer) -> LayerCheck:
     weight = checkpoint.read(f"{base}.weight")
-    require_finite(weight, base)
+    if not weight.is_floating_point():
+        raise InputError(f"its weight is {weight.dtype}, which is no type of weights.", layer=base)
     groups = check_pattern(layer.to_matrix(weight))
     stored = weight.nbytes + lowrank_bytes(checkpoint, base)
     return LayerCheck(base, layer.shape, groups.groups, groups.under, groups.over, weight.nbytes, stored)

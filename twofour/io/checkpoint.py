@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from twofour.errors import InputError
+from twofour.io.record import wrong_record
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -53,13 +54,14 @@ class Checkpoint:
             what = "is a file, not a directory" if self.directory.exists() else "does not exist"
             raise InputError(f"{self.directory} {what}.", hint="Give a Hugging Face style model directory.")
         self.config = read_json(self.directory / CONFIG)
+        #: Tensors in the files that the index leaves out. transformers loads them all the same.
+        self.unlisted: list[str] = []
         self.tensors = self._find_tensors()
 
     @cached_property
     def record(self) -> dict[str, Any]:
         """How the model was made so far, empty if nobody wrote it down."""
-        path = self.directory / RECORD
-        return read_json(path) if path.exists() else {}
+        return read_record(self.directory)
 
     @property
     def files(self) -> list[str]:
@@ -91,6 +93,9 @@ class Checkpoint:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise InputError(f"{index} has no weight_map: it is not a safetensors index.")
+        for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise InputError(f"{index} says that {name} is in {file!r}, which is not the name of a file.")
         found: dict[str, TensorInfo] = {}
         for file in sorted(set(weight_map.values())):
             if Path(file).name != file:
@@ -99,6 +104,7 @@ class Checkpoint:
         for name, file in weight_map.items():
             if name not in found or found[name].file != file:
                 raise InputError(f"{index} says that {file} holds {name}, but it does not.")
+        self.unlisted = sorted(found.keys() - weight_map.keys())
         return found
 
     def _tensors_in(self, file: str) -> Iterator[tuple[str, TensorInfo]]:
@@ -131,6 +137,15 @@ def stamps(*of: Checkpoint | str | Path) -> dict[str, list[int]]:
         for path in ([one.directory / f for f in one.files] if isinstance(one, Checkpoint) else [Path(one)])
     ]
     return {str(p): [p.stat().st_size, p.stat().st_mtime_ns] for p in paths if p.exists()}
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """The record beside a model, empty if there is none."""
+    path = directory / RECORD
+    record = read_json(path) if path.exists() else {}
+    if why := wrong_record(record):
+        raise InputError(f"{path}: {why}.", hint="Restore it, or remove it to go on without a record.")
+    return record
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class TwoFourQuantizer(HfQuantizer):
     requires_calibration = True  # that is: it loads packed checkpoints, it does not make them
     _apart: tuple[str, ...] = ()  # weights of stacked experts that were taken apart
     _renamed: dict[str, torch.dtype]  # what to load tensors as that have another name in the files
+    _shapes: dict[str, torch.Size]  # of all tensors before they are loaded
 
     def update_attn_implementation(self, config: Any) -> Any:
         return _without_sentence(config)
@@ -100,8 +101,15 @@ class TwoFourQuantizer(HfQuantizer):
         ]
         self._renamed = _dtypes_of_renamed(model, renamed, kwargs.get("checkpoint_files"))
         model._keys_to_ignore_on_load_unexpected = container([*(ignored or ()), *stubs])  # type: ignore[assignment]
+        self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for name, tensor in model.state_dict().items():
+            expected = self._shapes.get(name, tensor.shape)
+            if tensor.shape != expected:  # transformers takes any shape for what a quantizer loads
+                raise InputError(
+                    f"the file's shape is {list(tensor.shape)}, and the model's {list(expected)}.", layer=name
+                )
         for name, dtype in self._renamed.items():  # some versions leave these as they are in the files
             parameter = model.get_parameter(name)
             parameter.data = parameter.data.to(dtype)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from twofour.calibrate.experts import open_experts_
-from twofour.errors import InputError
-from twofour.io.checkpoint import Checkpoint
+from twofour.errors import InputError, TwoFourError
+from twofour.io.checkpoint import CONFIG, Checkpoint
 from twofour.io.format import is_packed, lowrank_ranks, packed_modules, scheme_of, stub
-from twofour.io.structure import name_variants, renaming
+from twofour.io.structure import (
+    architecture_name,
+    architecture_of,
+    name_variants,
+    renaming,
+    said,
+    skeleton,
+)
 from twofour.nn.convert import packed_layers, set_memory, swap_
 from twofour.nn.lowrank import add_lowrank_, empty_lowrank_
 from twofour.nn.modules import Memory
@@ -32,13 +41,7 @@ def load(
         raise InputError(f"{directory} is not a packed twofour checkpoint.", hint="See twofour pack.")
     modules = packed_modules(checkpoint.config["quantization_config"])
     if model is None:
-        import transformers
-
-        name = (checkpoint.config.get("architectures") or ["AutoModel"])[0]
-        model = getattr(transformers, name, transformers.AutoModel).from_pretrained(
-            directory, **from_pretrained
-        )
-        assert model is not None
+        model = _by_transformers(checkpoint, from_pretrained)
         return set_memory(model, memory) if memory != "auto" else model
     if from_pretrained:
         raise InputError(
@@ -63,6 +66,7 @@ def load(
     for name, rank in lowrank_ranks(checkpoint.config["quantization_config"]).items():
         empty_lowrank_(model.get_submodule(name), rank, name)
     try:
+        _add_tied(model, tensors)
         _require_fitting(model.state_dict(), tensors, directory)
     except InputError:
         for name, module in before.items():
@@ -72,6 +76,61 @@ def load(
     for name, module in packed_layers(model).items():
         module.validate(name)
     return model
+
+
+def _by_transformers(checkpoint: Checkpoint, options: dict[str, Any]) -> nn.Module:
+    """The model of the class that config.json names."""
+    import transformers
+
+    directory, name = checkpoint.directory, architecture_name(checkpoint)
+    architecture = architecture_of(checkpoint)
+    if architecture is None and name is not None:  # another class would have no head
+        raise InputError(
+            f"{directory / CONFIG} names the architecture {name!r}, which transformers does not know.",
+            hint="Correct the name, or give twofour.load the model.",
+        )
+    with _as_input_errors(checkpoint, "transformers cannot load {}"):
+        model, info = (architecture or transformers.AutoModel).from_pretrained(
+            directory, **{**options, "output_loading_info": True}
+        )
+    _require_loaded(info, directory)
+    return cast(nn.Module, model)
+
+
+@contextmanager
+def _as_input_errors(checkpoint: Checkpoint, what: str) -> Iterator[None]:
+    """Whatever transformers raises about a checkpoint as a sentence, about config.json if that is wrong."""
+    try:
+        yield
+    except TwoFourError:
+        raise
+    except Exception as error:  # a value that fits nothing can fail as anything, anywhere in a model's code
+        skeleton(checkpoint)
+        raise InputError(f"{what.format(checkpoint.directory)}: {said(error)}.") from error
+
+
+def _require_loaded(info: dict[str, Any], directory: str | Path) -> None:
+    """Refuse weights that were in no file or did not fit: transformers makes them up and only warns."""
+    wrong = [f"its files lack {name}" for name in sorted(info["missing_keys"])]
+    wrong += [
+        f"{name} is {list(found)} in its files and {list(expected)} by its config"
+        for name, found, expected in sorted(info["mismatched_keys"])
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
+        raise InputError(
+            f"{directory} is not whole: {wrong[0]}{more}.",
+            hint="Copy it again; `twofour check` lists all that is wrong.",
+        )
+
+
+def _add_tied(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Under every name that the model has for a tensor what the files hold under one of them, as they do."""
+    here = model.state_dict(keep_vars=True)
+    in_files = {id(here[name]): tensor for name, tensor in tensors.items() if name in here}
+    for name, own in here.items():
+        if name not in tensors and id(own) in in_files:
+            tensors[name] = in_files[id(own)]
 
 
 def _require_fitting(here: dict[str, Tensor], tensors: dict[str, Tensor], directory: str | Path) -> None:
@@ -106,16 +165,16 @@ def load_causal_lm(
         packed_modules(checkpoint.config["quantization_config"])
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("auto" if device == "cuda" else torch.float32)
-    try:
+    with _as_input_errors(checkpoint, "transformers cannot load {} as a causal language model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=device)
-    except InputError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0].rstrip(".")
-        raise InputError(
-            f"transformers cannot load {directory} as a causal language model: {first}."
-        ) from error
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            device_map=device,
+            ignore_mismatched_sizes=True,  # to name them below
+            output_loading_info=True,
+        )
+    _require_loaded(info, directory)
     if not is_packed(checkpoint.config):
         corrected = any(key.endswith(".lowrank_left") for key in checkpoint.tensors)
         if open_experts or corrected:  # a correction is beside the layer of one expert

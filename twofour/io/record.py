@@ -17,6 +17,27 @@ def add_step(record: dict[str, Any], step: dict[str, Any]) -> dict[str, Any]:
     return {**record, "steps": [*record.get("steps", []), {**step, **stamp}]}
 
 
+def wrong_record(record: dict[str, Any]) -> str | None:
+    """What is wrong with a record that somebody may have edited, if anything: verbs rely on the rest."""
+    steps = record.get("steps", [])
+    if not isinstance(steps, list):
+        return "its steps are not a list"
+    return next(filter(None, map(_wrong_step, steps)), None)
+
+
+def _wrong_step(step: Any) -> str | None:
+    if not isinstance(step, dict) or not isinstance(step.get("verb"), str):
+        return "a step is not an object with a verb"
+    for part in ("options", "layers"):
+        if not isinstance(step.get(part, {}), dict):
+            return f"the {part} of {step['verb']} are not an object"
+    if step["verb"] == "prune" and not ("layers" in step and "options" in step):
+        return "its step prune lacks the options or the layers"
+    if wrong := [name for name, note in step.get("layers", {}).items() if not isinstance(note, dict)]:
+        return f"what {step['verb']} says about {wrong[0]} is not an object"
+    return None
+
+
 def last_step(record: dict[str, Any], verb: str) -> dict[str, Any] | None:
     return next((s for s in reversed(record.get("steps", [])) if s.get("verb") == verb), None)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from twofour.calibrate.experts import open_experts_, weight_conversions
 from twofour.errors import InputError
-from twofour.io.checkpoint import Checkpoint
+from twofour.io.checkpoint import CONFIG, Checkpoint
 from twofour.select import Layer, LeftAlone, Selection, require_layers, select
 
 #: Why experts are left alone whose files hold the stacked tensor itself, as few do.
@@ -32,24 +33,44 @@ def skeleton(checkpoint: Checkpoint) -> nn.Module:
     """The model that the config describes, without weights."""
     import transformers
 
-    directory = checkpoint.directory
+    path = checkpoint.directory / CONFIG
+    architecture = architecture_of(checkpoint)
     try:
-        config = transformers.AutoConfig.from_pretrained(directory)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+        config = transformers.AutoConfig.from_pretrained(checkpoint.directory)
+        for ours in ("quantization_config", "transformers_weights"):
+            if hasattr(config, ours):
+                delattr(config, ours)
+        with torch.device("meta"):
+            if architecture is not None:
+                return architecture(config)
+            return transformers.AutoModel.from_config(config)
+    except Exception as error:  # a value that fits nothing can fail as anything, anywhere in a model's code
         kind = checkpoint.config.get("model_type")
-        first = str(error).strip().splitlines()[0].rstrip(".")
         raise InputError(
-            f"transformers cannot read {directory / 'config.json'} (model_type {kind!r}): {first}.",
-            hint="For a model of your own use twofour.prune_ and twofour.pack_ from Python.",
+            f"transformers cannot make a model of {path} (model_type {kind!r}): {said(error)}.",
+            hint="Repair it, or for a model of your own use twofour.prune_ and twofour.pack_ from Python.",
         ) from error
-    for ours in ("quantization_config", "transformers_weights"):
-        if hasattr(config, ours):
-            delattr(config, ours)
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    with torch.device("meta"):
-        if architecture is not None:
-            return architecture(config)
-        return transformers.AutoModel.from_config(config)
+
+
+def architecture_name(checkpoint: Checkpoint) -> str | None:
+    """What config.json calls the class of the model that was saved; None if it does not say."""
+    names = checkpoint.config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise InputError(f"{checkpoint.directory / CONFIG}: architectures is {names!r}, not a list of names.")
+    return names[0] if names else None
+
+
+def architecture_of(checkpoint: Checkpoint) -> Any:
+    """The class of the model that was saved; None if the config does not say, or transformers has no such."""
+    import transformers
+
+    return getattr(transformers, architecture_name(checkpoint) or "", None)
+
+
+def said(error: Exception) -> str:
+    """An error of transformers in a line. Of some the first line only says who speaks."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
 
 
 def checkpoint_layers(
@@ -61,7 +82,17 @@ def checkpoint_layers(
     """
     model = skeleton(checkpoint)
     opened = open_experts_(model)
-    selection = require_layers(select(model, include, exclude))
+    try:
+        selection = require_layers(select(model, include, exclude))
+    except InputError as error:
+        name = architecture_name(checkpoint)
+        if name is None or architecture_of(checkpoint) is not None:
+            raise
+        raise InputError(
+            f"{checkpoint.directory / CONFIG} names the architecture {name!r}, which transformers does not "
+            "know, and the model of its model_type lacks the layers asked for.",
+            hint="Correct the name, or install the version of transformers that has it.",
+        ) from error
     by_tensor: dict[str, Layer] = {}
     left = list(selection.left)
     together: dict[str, LeftAlone] = {}

@@ -172,12 +172,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def wrong_step(step: Any) -> str | None:
-    """What is wrong with a step of a model's record, if anything."""
-    if not isinstance(step, dict) or not isinstance(step.get("verb"), str):
-        return "a step is not an object with a verb"
-    if not isinstance(step.get("options", {}), dict):
-        return f"the options of {step['verb']} are not an object"
+def wrong_figures(step: dict[str, Any]) -> str | None:
+    """What a page cannot show of a step of a model's record, if anything."""
     tables = {key: value for key, value in step.items() if key == "layers"}
     return _wrong_tables(step["verb"], tables, BY_LAYER, dict)
 

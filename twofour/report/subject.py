@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from twofour.errors import InputError
-from twofour.io.checkpoint import CONFIG, RECORD, Checkpoint, read_json
+from twofour.io.checkpoint import CONFIG, RECORD, Checkpoint, read_json, read_record
 from twofour.io.format import is_packed, packed_modules, scheme_of
 from twofour.io.record import last_step
 from twofour.io.writer import CHECKSUMS
@@ -27,7 +27,7 @@ from twofour.report.documents import (
     documents_beside,
     read_document,
     read_log,
-    wrong_step,
+    wrong_figures,
 )
 from twofour.report.figures import is_number
 
@@ -238,11 +238,8 @@ def read_subject(directory: str | Path) -> Subject:
         raise InputError(f"{directory} {what}.", hint="Give a Hugging Face style model directory.")
     config = read_json(directory / CONFIG)
     path = directory / RECORD
-    record = read_json(path) if path.exists() else {}
-    steps = record.get("steps", [])
-    if not isinstance(steps, list):
-        raise InputError(f"{path}: its steps are not a list.")
-    if why := next(filter(None, map(wrong_step, steps)), None):
+    record = read_record(directory)
+    if why := next(filter(None, map(wrong_figures, record.get("steps", []))), None):
         raise InputError(f"{path}: {why}.")
     name = directory.resolve().name
     subject = Subject(directory, name, config, record, log=read_log(directory / LOG))
