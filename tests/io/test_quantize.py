@@ -405,6 +405,17 @@ def test_a_weight_that_is_stored_as_whole_numbers(pruned, tmp_path, twofour):
     assert not list(tmp_path.glob("*out*"))
 
 
+def test_a_pruned_layer_that_is_not_there(pruned, text, tmp_path, twofour):
+    weights = load_file(pruned / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, pruned / "model.safetensors", metadata={"format": "pt"})
+    for verb, *given in (["pack"], ["quantize", "--scheme", "int4"], ["recover", "--data", text]):
+        ran = twofour(verb, pruned, tmp_path / "out", *given)
+        assert ran.status == 2
+        assert "files lack" in ran.err
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_low_rank_corrections_are_refused():
     model = package.prune_(nn.Sequential(nn.Linear(64, 64)))
     add_lowrank_(model[0], torch.ones(64, 1), torch.ones(1, 64))

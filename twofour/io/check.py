@@ -21,6 +21,7 @@ from twofour.io.format import is_packed, packed_modules, scheme_of, stub
 from twofour.io.pack import layers_to_pack, lowrank_bytes
 from twofour.io.record import last_step
 from twofour.io.rehearse import rehearse
+from twofour.io.structure import FLOATING
 from twofour.io.writer import CHECKSUMS, sha256
 from twofour.packed import unpack, validate
 from twofour.pattern import check_pattern
@@ -28,8 +29,7 @@ from twofour.progress import OnProgress, silent
 from twofour.quantize.schemes import Scheme
 from twofour.select import Layer
 
-#: Numbers of these types, as safetensors calls them, may be NaN; what is packed is checked with its layer.
-FLOATS = ("F64", "F32", "F16", "BF16")
+#: Tensors that are checked with their layer.
 PACKED = (".weight_values", ".weight_scale")
 
 #: Of a dense weight, where the packed one is quantized and does not tell: 16 bit.
@@ -141,7 +141,7 @@ def _check_bytes(checkpoint: Checkpoint, report: CheckReport, on_progress: OnPro
                 report.checksums += 1
                 if sha256(tensor) != sums[info.name]:
                     report.faults.append(f"{info.name}: its bytes in {file} do not match their checksum.")
-            if info.dtype in FLOATS and not info.name.endswith(PACKED) and (wrong := _not_finite(tensor)):
+            if info.dtype in FLOATING and not info.name.endswith(PACKED) and (wrong := _not_finite(tensor)):
                 report.faults.append(f"{info.name}: {wrong} of {tensor.numel()} numbers are NaN or infinite.")
             done += info.nbytes
             on_progress(done, total, info.name)
@@ -178,7 +178,7 @@ def _check_packed(checkpoint: Checkpoint, base: str, layer: Layer) -> LayerCheck
             raise InputError(f"the config lists it, but the files hold no {what}.", layer=base)
     values, meta = checkpoint.read(f"{base}.weight_values"), checkpoint.read(f"{base}.weight_meta")
     stored_as = checkpoint.tensors[f"{base}.weight_values"].dtype
-    if scheme is None and (stored_as not in FLOATS or f"{base}.weight_scale" in checkpoint.tensors):
+    if scheme is None and (stored_as not in FLOATING or f"{base}.weight_scale" in checkpoint.tensors):
         raise InputError("the files hold codes or scales of it, but the config names no scheme.", layer=base)
     if values.dim() == 2 and values.shape[0] != layer.rows:
         raise InputError(f"weight_values has {values.shape[0]} rows, the config {layer.rows}.", layer=base)

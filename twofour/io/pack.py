@@ -14,7 +14,7 @@ from twofour.io.checkpoint import Checkpoint
 from twofour.io.format import is_packed, packed_config, stub
 from twofour.io.record import add_step, last_step, summary
 from twofour.io.stream import rewrite
-from twofour.io.structure import CheckpointLayers, checkpoint_layers
+from twofour.io.structure import CheckpointLayers, checkpoint_layers, require_floating
 from twofour.io.writer import CheckpointWriter
 from twofour.nn import Memory, convert_, packed_layers
 from twofour.nn.lowrank import lowrank_aside
@@ -67,7 +67,7 @@ def pack_checkpoint(
     checkpoint = Checkpoint(source)
     if is_packed(checkpoint.config):
         raise InputError(f"{source} is packed already.")
-    layers = layers_to_pack(checkpoint, include, exclude)
+    layers = layers_to_write(checkpoint, include, exclude)
     modules = {key.removesuffix(".weight"): layer.shape for key, layer in layers.by_tensor.items()}
     lowrank = lowrank_of(checkpoint)
     _require_packed(lowrank, modules.keys())
@@ -135,6 +135,24 @@ def lowrank_bytes(checkpoint: Checkpoint, base: str) -> int:
     """What a layer's compensation takes in the files; 0 if it has none."""
     names = (f"{base}.lowrank_left", f"{base}.lowrank_right")
     return sum(checkpoint.tensors[name].nbytes for name in names if name in checkpoint.tensors)
+
+
+def layers_to_write(
+    checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]
+) -> CheckpointLayers:
+    """Those of `layers_to_pack`, after a look at whether all of them can be."""
+    layers = layers_to_pack(checkpoint, include, exclude)
+    require_floating(checkpoint, layers)
+    pruned = last_step(checkpoint.record, "prune")
+    if pruned is not None and not (include or exclude):
+        found = {layer.name for layer in layers.by_tensor.values()}
+        if lost := sorted(pruned["layers"].keys() - found):
+            raise InputError(
+                "the record says that it was pruned, and the files lack its weight.",
+                layer=lost[0],
+                hint="Copy or make the checkpoint again.",
+            )
+    return layers
 
 
 def layers_to_pack(

@@ -16,7 +16,7 @@ from twofour.io.format import is_packed
 from twofour.io.prune_calibrated import CalibrationOptions, prune_blocks
 from twofour.io.record import add_step
 from twofour.io.stream import require_sound, rewrite
-from twofour.io.structure import CheckpointLayers, checkpoint_layers
+from twofour.io.structure import CheckpointLayers, checkpoint_layers, require_floating
 from twofour.io.writer import CheckpointWriter, require_new
 from twofour.progress import OnProgress, silent
 from twofour.prune import Method, chosen_method, options_of, prune_weight
@@ -52,6 +52,7 @@ def prune_checkpoint(
             f"{source} is packed already.", hint="Prune the dense checkpoint that it was made from."
         )
     layers = _without(checkpoint_layers(checkpoint, include, exclude), kept or {})
+    require_floating(checkpoint, layers)
     options: dict[str, Any] = options_of(chosen)
     if chosen.needs_inputs:
         if calibration is None:

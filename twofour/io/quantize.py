@@ -23,7 +23,7 @@ from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.finished import FinishedBlocks
 from twofour.io.format import is_packed, packed_config, stub
-from twofour.io.pack import layers_to_pack, lowrank_of
+from twofour.io.pack import layers_to_write, lowrank_of
 from twofour.io.prune_calibrated import CalibrationOptions
 from twofour.io.quantize_calibrated import PARTS, described_layer, quantize_into
 from twofour.io.record import add_step, summary, was_permuted, was_tuned
@@ -195,7 +195,7 @@ def quantize_checkpoint(
     if is_packed(checkpoint.config):
         raise InputError(f"{source} is packed already.", hint="Take the checkpoint that it was made from.")
     _refuse_corrections(lowrank_of(checkpoint))
-    layers = layers_to_pack(checkpoint, include, exclude)
+    layers = layers_to_write(checkpoint, include, exclude)
     modules = {key.removesuffix(".weight"): layer.shape for key, layer in layers.by_tensor.items()}
     teacher = None
     if options.teacher is not None:

@@ -17,7 +17,7 @@ from twofour.select import Layer, LeftAlone, Selection, require_layers, select
 #: Why experts are left alone whose files hold the stacked tensor itself, as few do.
 IN_ONE_TENSOR = "the files hold all experts in one tensor: prune and pack the model in memory, from Python"
 
-#: What a weight may be stored as.
+#: What a weight may be stored as, in safetensors' words.
 FLOATING = ("F64", "F32", "F16", "BF16")
 
 
@@ -114,16 +114,21 @@ def checkpoint_layers(
                 layer=layer.name,
                 hint="Its config.json belongs to another model.",
             )
+        by_tensor[key] = layer
+    left += together.values()
+    require_layers(Selection(tuple(by_tensor.values()), tuple(left)))
+    return CheckpointLayers(by_tensor, tuple(left))
+
+
+def require_floating(checkpoint: Checkpoint, layers: CheckpointLayers) -> None:
+    """Refuse weights that are codes of another library's: nothing could be made of them."""
+    for key, layer in layers.by_tensor.items():
         if (dtype := checkpoint.tensors[key].dtype) not in FLOATING:
             raise InputError(
                 f"its weight is stored as {dtype}, not as floating-point numbers of 16 bits or more.",
                 layer=layer.name,
                 hint="Take the model as it was before it was quantized.",
             )
-        by_tensor[key] = layer
-    left += together.values()
-    require_layers(Selection(tuple(by_tensor.values()), tuple(left)))
-    return CheckpointLayers(by_tensor, tuple(left))
 
 
 def keys_in_files(model: nn.Module, keys: Iterable[str]) -> Callable[[str], str | None]:
