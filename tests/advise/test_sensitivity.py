@@ -281,11 +281,11 @@ def test_a_checkpoint_and_losses_of_layers_together(dense, tmp_path):
     assert measured.loss_increase(names) not in (0, *alone)
 
 
-def test_text_that_says_nothing_is_refused(dense, tmp_path):
+def test_windows_that_the_model_does_not_take_are_refused(dense, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    with pytest.raises(InputError, match="say nothing about a loss"):
-        measure(dense, CalibrationOptions(text, samples=4, seqlen=1), "wanda")
+    with pytest.raises(InputError, match="longer than the 64 that the model takes"):
+        measure(dense, CalibrationOptions(text, samples=4, seqlen=65), "wanda")
 
 
 def test_own_text_has_no_first_order_part(dense):

@@ -209,6 +209,7 @@ def test_an_error_leaves_no_checkpoint(dense, text, tmp_path):
         ({"samples": 0}, "--samples"),
         ({"samples": -3}, "--samples"),
         ({"seqlen": 0}, "--seqlen"),
+        ({"seqlen": 1}, "--seqlen"),
         ({"seqlen": 4096}, "--seqlen 64"),
         ({"seed": -(10**20)}, "seed"),
     ],

@@ -266,11 +266,7 @@ def measure(
     wide = 2 * checkpoint.nbytes <= FLOAT32_UP_TO
     device = device or (f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_causal_lm(source, device, torch.float32 if wide else "auto")
-    longest = model.config.get_text_config().max_position_embeddings
-    length = min(calibration.seqlen or 2048, longest)
-    samples, seed = calibration.samples, calibration.seed
-    if length < 2 or samples < 1:
-        raise InputError(f"{samples} windows of {length} tokens say nothing about a loss.")
+    samples, seed, length = calibration.samples, calibration.seed, calibration.length_for(model)
     scored = min(samples, SCORED)
     if str(calibration.calib) == SELF:
         both = write_windows(model, tokenizer, samples + scored, length, seed, on_progress)

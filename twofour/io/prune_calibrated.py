@@ -76,6 +76,16 @@ class CalibrationOptions:
                 f"a correction of rank {self.lowrank} is none.", hint="Give --lowrank 1 or more."
             )
 
+    def length_for(self, model: Any) -> int:
+        """The tokens of a window; more than the model takes are refused."""
+        longest: int = model.config.get_text_config().max_position_embeddings
+        if self.seqlen is not None and self.seqlen > longest:
+            raise InputError(
+                f"windows of {self.seqlen} tokens are longer than the {longest} that the model takes.",
+                hint=f"Give --seqlen {longest} or less, or leave it out.",
+            )
+        return min(2048, longest) if self.seqlen is None else self.seqlen
+
     def as_recorded(self) -> dict[str, Any]:
         """As it stands in the record of the step. What is off, of what is an extra, is not named."""
         recorded = {**dataclasses.asdict(self), "calib": str(self.calib)}
@@ -185,14 +195,7 @@ def open_for_calibration(
     dtype = torch.float32 if wide else None
     # To write text the whole model has to run; otherwise a block at a time is enough.
     model, tokenizer, weights = open_blocks(checkpoint, layers, dtype, whole=documents is None)
-    longest = model.config.get_text_config().max_position_embeddings
-    samples, seed = calibration.samples, calibration.seed
-    length = min(2048, longest) if calibration.seqlen is None else calibration.seqlen
-    if length > longest:
-        raise InputError(
-            f"windows of {length} tokens are longer than the {longest} that the model takes.",
-            hint=f"Give --seqlen {longest} or less, or leave it out.",
-        )
+    samples, seed, length = calibration.samples, calibration.seed, calibration.length_for(model)
     if documents is None:
         windows = write_windows(model, tokenizer, samples, length, seed, on_progress)
     else:
