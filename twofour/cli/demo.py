@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,6 +82,6 @@ def _show(found: dict[str, Any]) -> None:
     say("  ", shell("demo", "--model", "YOUR-MODEL", "--out", "YOUR-DEMO"))
     code = (
         "import twofour; from transformers import AutoModelForCausalLM as M; "
-        f"print(M.from_pretrained({made!r}))"
+        f"print(M.from_pretrained({json.dumps(made)}))"  # with quotes that a shell leaves alone
     )
     say("  python -c ", shlex.quote(code))
