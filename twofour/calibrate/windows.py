@@ -47,11 +47,7 @@ def sample_windows(
 
     Packed, not padded: every token of every window is real text.
     """
-    if samples < 1 or length < 2:
-        raise InputError(
-            f"{samples} windows of {length} tokens are no text to calibrate on.",
-            hint="Take one window or more (--samples) of two tokens or more (--seqlen).",
-        )
+    require_text(samples, length)
     tokens = token_stream(tokenizer, documents, on_progress)
     if len(tokens) < length:
         raise InputError(
@@ -61,6 +57,15 @@ def sample_windows(
     random = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(tokens) - length + 1, (samples,), generator=random)
     return torch.stack([tokens[start : start + length] for start in starts.tolist()])
+
+
+def require_text(samples: int, length: int) -> None:
+    """Refuse windows that hold no text."""
+    if samples < 1 or length < 2:
+        raise InputError(
+            f"{samples} windows of {length} tokens are no text to calibrate on.",
+            hint="Take one window or more (--samples) of two tokens or more (--seqlen).",
+        )
 
 
 def require_windows(windows: Any, model: Any = None) -> None:
@@ -73,7 +78,12 @@ def require_windows(windows: Any, model: Any = None) -> None:
             "windows are token ids [count, length] with two tokens or more, "
             f"not {list(windows.shape)} of {windows.dtype}."
         )
+    require_vocabulary(windows, model)
+
+
+def require_vocabulary(tokens: Tensor, model: Any) -> None:
+    """Refuse tokens that the model does not know, where its config tells which it does."""
     config_of = getattr(getattr(model, "config", None), "get_text_config", None)
     vocabulary = None if config_of is None else config_of().vocab_size
-    if vocabulary is not None and not 0 <= int(windows.min()) <= int(windows.max()) < vocabulary:
+    if vocabulary is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
         raise InputError(f"the windows have tokens beyond the model's vocabulary of {vocabulary}.")

@@ -126,8 +126,6 @@ def prune_(
                 hint="Give windows of tokens of calibration text, or data to call the model with.",
             )
 
-        require_windows(windows, model)
-
         def change(block: Block) -> None:
             if permute:
                 reorder_block(block, chosen, getattr(model, "config", None))
@@ -174,6 +172,7 @@ def run_calibrated(
     on_progress: OnProgress = silent,
 ) -> None:
     """`run_blocks` with what the method wants of it."""
+    require_windows(windows, model)
     tuning = reconstruction_of(method)
     run_blocks(
         *(model, layers, windows.to(next(model.parameters()).device), change),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from twofour.calibrate.blocks import Block, Call, Teacher, run_blocks
 from twofour.calibrate.statistics import Gram
+from twofour.calibrate.windows import require_windows
 from twofour.pattern import require_finite
 from twofour.prune.hessian import relative_output_error
 from twofour.prune.reconstruct import Reconstruct, Reconstructed
@@ -116,6 +117,7 @@ def quantize_blocks(
         if scheme.rounds_activations:
             hooks.append(round_inputs(model.get_submodule(layer.name), scheme))
 
+    require_windows(windows, model)
     hooks: list[Any] = []
     here = windows.to(next(model.parameters()).device)
     options |= {"device": device, "restore": restore_and_round, "teacher": teacher}

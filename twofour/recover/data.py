@@ -79,7 +79,7 @@ class Windows:
                 f"the data has {most} tokens, less than one window of {length}.",
                 hint="Give more text, or a smaller --seqlen.",
             )
-        self._tokens = torch.cat(tokens).int()
+        self.tokens = torch.cat(tokens).int()
         self._epochs: dict[int, Tensor] = {}
 
     @classmethod
@@ -91,13 +91,8 @@ class Windows:
     def __len__(self) -> int:
         return sum(part.size // self.length for part in self._parts)
 
-    @property
-    def largest(self) -> int:
-        """The largest token id there is."""
-        return int(self._tokens.max())
-
     def to(self, device: torch.device) -> Windows:
-        self._tokens = self._tokens.to(device)
+        self.tokens = self.tokens.to(device)
         self._epochs = {}
         return self
 
@@ -110,8 +105,8 @@ class Windows:
             some = self._order(seed, epoch)[within : within + last - first]
             starts.append(some)
             first += len(some)
-        offsets = torch.arange(self.length, device=self._tokens.device)
-        return self._tokens[torch.cat(starts)[:, None] + offsets].long()
+        offsets = torch.arange(self.length, device=self.tokens.device)
+        return self.tokens[torch.cat(starts)[:, None] + offsets].long()
 
     def _order(self, seed: int, epoch: int) -> Tensor:
         """Where the windows of an epoch begin, shuffled."""
@@ -127,7 +122,7 @@ class Windows:
             order = every[torch.randperm(len(every), generator=random)]
             # Kept as long as a step can reach back to it.
             self._epochs = {e: o for e, o in self._epochs.items() if e == epoch - 1}
-            self._epochs[epoch] = order.to(self._tokens.device)
+            self._epochs[epoch] = order.to(self.tokens.device)
         return self._epochs[epoch]
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from twofour.calibrate import parallel
 from twofour.calibrate.examples import evaluating
+from twofour.calibrate.windows import require_vocabulary
 from twofour.errors import InputError, TwoFourError
 from twofour.progress import OnProgress, silent
 from twofour.recover.data import MOST_HELD_OUT, Windows
@@ -132,9 +133,8 @@ def train_(
     where those are not the model's. `saves`: the state, for `resume`. After an error the model
     is plain and 2:4 as well, with the weights it had then.
     """
-    vocabulary = model.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
-    if max(windows.largest, int(held_out.max())) >= vocabulary:
-        raise InputError(f"the windows have tokens beyond the model's vocabulary of {vocabulary}.")
+    for tokens in (windows.tokens, held_out):
+        require_vocabulary(tokens, model)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     training = model.training
     with ExitStack() as stack:
