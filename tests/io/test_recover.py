@@ -351,7 +351,9 @@ def test_a_full_disk_in_the_middle(finished, pruned, text, tmp_path, monkeypatch
         with pytest.raises(Killed):
             recover_checkpoint(pruned, tmp_path / "out", [text], options=Recover(**SHORT), on_progress=cut)
     monkeypatch.setattr(state, "save_file", save)
-    with pytest.raises(InputError, match="disk is full.*" + ("--resume" if finished else "nothing")):
+    with pytest.raises(
+        InputError, match="disk is full.*" + ("--resume" if finished else "Nothing of it was left")
+    ):
         recover_checkpoint(pruned, tmp_path / "out", [text], options=Recover(**SHORT), resume=True)
     assert (tmp_path / ".out.recover").exists() == finished
 

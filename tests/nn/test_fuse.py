@@ -285,6 +285,21 @@ def test_a_gated_mlp_may_work_in_place(device):
 
 
 @torch.no_grad()
+def test_a_long_example_is_looked_at_in_a_corner():
+    class Counting(MLP):
+        def forward(self, x):
+            seen.append(tuple(x.shape))
+            return super().forward(x)
+
+    seen = []
+    model = packed(nn.Sequential(Counting()))
+    fuse_(model, torch.randn(3, 500, 32))
+    assert isinstance(model[0], GatedMLP)
+    assert seen[0] == (3, 500, 32)
+    assert set(seen[1:]) == {(3, 8, 32)}
+
+
+@torch.no_grad()
 def test_an_example_without_tokens_tells_no_activation():
     model = packed(nn.Sequential(MLP()))
     fuse_(model, torch.empty(0, 32))

@@ -8,7 +8,6 @@ to say (`twofour.io.rehearse`).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from torch import Tensor
 from twofour.errors import InputError
 from twofour.io.checkpoint import CONFIG, INDEX, Checkpoint
 from twofour.io.format import is_packed, packed_modules, scheme_of, stub
-from twofour.io.pack import layers_to_pack, lowrank_bytes
-from twofour.io.record import last_step
+from twofour.io.pack import layers_to_pack, lost_layers, lowrank_bytes
 from twofour.io.rehearse import rehearse
 from twofour.io.structure import FLOATING
-from twofour.io.writer import CHECKSUMS, sha256
+from twofour.io.writer import sha256
 from twofour.packed import unpack, validate
 from twofour.pattern import check_pattern
 from twofour.progress import OnProgress, silent
@@ -116,12 +114,9 @@ def _misfits(checkpoint: Checkpoint, packed: bool) -> list[tuple[str, str]]:
         return [("", str(error))]
     if found is not None:
         return sorted(found)
-    pruned = (last_step(checkpoint.record, "prune") or {"layers": {}})["layers"]
-    in_files = {name: str(note.get("tensor", f"{name}.weight")) for name, note in pruned.items()}
     return [
         (name, f"{name}: the record says that it was pruned, and the files lack it.")
-        for name, weight in in_files.items()
-        if not {weight, f"{weight}_values"} & checkpoint.tensors.keys()
+        for name in lost_layers(checkpoint)
     ]
 
 
@@ -129,11 +124,9 @@ def _check_bytes(checkpoint: Checkpoint, report: CheckReport, on_progress: OnPro
     done = 0
     for file in checkpoint.files:
         try:
-            sums = json.loads(checkpoint.metadata(file).get(CHECKSUMS, "{}"))
-        except json.JSONDecodeError:
-            sums = None
-        if not isinstance(sums, dict):
-            report.faults.append(f"{file}: the stored checksums cannot be read.")
+            sums = checkpoint.checksums(file)
+        except InputError as error:
+            report.faults.append(str(error))
             sums = {}
         for info in (t for t in checkpoint.tensors.values() if t.file == file):
             tensor = checkpoint.read(info.name)

@@ -24,6 +24,8 @@ from twofour.io.record import wrong_record
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+#: In the header of a file: the SHA-256 of its tensors as they were written.
+CHECKSUMS = "twofour_sha256"
 #: What the stages leave beside a model: how it was made.
 RECORD = "twofour.json"
 
@@ -78,6 +80,16 @@ class Checkpoint:
     def metadata(self, file: str) -> dict[str, str]:
         with self._open(file) as opened:
             return opened.metadata() or {}
+
+    def checksums(self, file: str) -> dict[str, str]:
+        """The SHA-256 of a file's tensors as they were written; empty where another tool wrote it."""
+        try:
+            found = json.loads(self.metadata(file).get(CHECKSUMS, "{}"))
+        except json.JSONDecodeError:
+            found = None
+        if not isinstance(found, dict):
+            raise InputError(f"{file}: the stored checksums cannot be read.")
+        return found
 
     def _find_tensors(self) -> dict[str, TensorInfo]:
         index = self.directory / INDEX

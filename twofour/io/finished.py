@@ -18,8 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from twofour.calibrate.blocks import Block
 from twofour.errors import TwoFourError
 from twofour.io.workplace import beside, describe_run, empty, held, readable_os_errors, require_same_run
+from twofour.prune.reconstruct import Reconstructed
 
 
 class FinishedBlocks:
@@ -32,12 +34,11 @@ class FinishedBlocks:
         # A block's file is written while the next block is worked on.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="finished block")
         self._last: Future[None] | None = None
-        self._begun = False
 
     def begin(self, run: dict[str, Any], *, resume: bool) -> int:
         """Take the directory for this run; how many blocks one of the same has finished."""
         self._held.enter_context(held(self.directory, self.out))
-        self._begun = True
+        self._held.callback(self._remove_if_empty)
         number = 0
         if resume:
             while _is_whole(self.file(number)):
@@ -54,16 +55,22 @@ class FinishedBlocks:
         return self.directory / f"block-{number:04d}.safetensors"
 
     def write(
-        self, number: int, tensors: dict[str, Tensor], notes: dict[str, Any], block: dict[str, Any]
+        self,
+        block: Block,
+        tensors: dict[str, Tensor],
+        notes: dict[str, Any],
+        tuned: Reconstructed | None,
     ) -> None:
-        """Leave a block: its tensors as they will be in the files, notes by their names, one about itself."""
+        """Leave a block: its tensors as they will be in the files, notes by their names, how it was tuned."""
         self.wait()
-        metadata = {"notes": json.dumps(notes), "block": json.dumps(block)}
-        self._last = self._writer.submit(self._write, self.file(number), tensors, metadata)
+        of_block = {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {}
+        metadata = {"notes": json.dumps(notes), "block": json.dumps(of_block)}
+        stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        self._last = self._writer.submit(self._write, self.file(block.number), stored, metadata)
 
     def _write(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
         partial = path.with_name("block.partial")
-        with readable_os_errors(self.out, kept=True):
+        with readable_os_errors(self.out):
             save_file(tensors, partial, metadata=metadata)
             partial.replace(path)
 
@@ -92,9 +99,12 @@ class FinishedBlocks:
 
     def __exit__(self, *_: object) -> None:
         self._writer.shutdown()  # also when cut short: what is finished is there for --resume
-        if self._begun and not self.file(0).exists():
-            shutil.rmtree(self.directory, ignore_errors=True)
         self._held.close()
+
+    def _remove_if_empty(self) -> None:
+        """Take the directory away if no block was finished."""
+        if not self.file(0).exists():
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 @dataclasses.dataclass

@@ -143,16 +143,24 @@ def layers_to_write(
     """Those of `layers_to_pack`, after a look at whether all of them can be."""
     layers = layers_to_pack(checkpoint, include, exclude)
     require_floating(checkpoint, layers)
-    pruned = last_step(checkpoint.record, "prune")
-    if pruned is not None and not (include or exclude):
-        found = {layer.name for layer in layers.by_tensor.values()}
-        if lost := sorted(pruned["layers"].keys() - found):
-            raise InputError(
-                "the record says that it was pruned, and the files lack its weight.",
-                layer=lost[0],
-                hint="Copy or make the checkpoint again.",
-            )
+    if not (include or exclude) and (lost := lost_layers(checkpoint)):
+        raise InputError(
+            "the record says that it was pruned, and the files lack it.",
+            layer=lost[0],
+            hint="Copy or make the checkpoint again.",
+        )
     return layers
+
+
+def lost_layers(checkpoint: Checkpoint) -> list[str]:
+    """The layers that were pruned, by the record, and have no weight in the files, dense or packed."""
+    pruned = (last_step(checkpoint.record, "prune") or {"layers": {}})["layers"]
+    in_files = {name: str(note.get("tensor", f"{name}.weight")) for name, note in pruned.items()}
+    return sorted(
+        name
+        for name, weight in in_files.items()
+        if not {weight, f"{weight}_values"} & checkpoint.tensors.keys()
+    )
 
 
 def layers_to_pack(

@@ -114,7 +114,7 @@ def prune_checkpoint(
                 extra = [key for side in ("left", "right") if (key := f"{base}lowrank_{side}") in found.files]
                 return {key: found.read(key) for key in (name, *extra)}, dict(found.notes.get(name, {}))
 
-            rewrite(checkpoint, out, place, described, finish, kept=True)
+            rewrite(checkpoint, out, place, described, finish)
             work.remove()
     parallel.wait()
     return step

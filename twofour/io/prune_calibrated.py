@@ -21,14 +21,15 @@ from twofour.calibrate import parallel
 from twofour.calibrate.blocks import Block
 from twofour.calibrate.statistics import Gram
 from twofour.calibrate.text import read_documents
-from twofour.calibrate.windows import sample_windows
+from twofour.calibrate.windows import require_text, sample_windows
 from twofour.calibrate.written import write_windows
 from twofour.errors import InputError
-from twofour.io.checkpoint import Checkpoint, stamps
+from twofour.io.checkpoint import Checkpoint
 from twofour.io.finished import FinishedBlocks
 from twofour.io.load import load_causal_lm
 from twofour.io.streamed import DTYPES, StreamedBlocks, open_streamed
 from twofour.io.structure import CheckpointLayers, keys_in_files
+from twofour.io.workplace import run_of
 from twofour.nn.lowrank import LowRank, add_lowrank_, lowrank_cost
 from twofour.progress import OnProgress, silent
 from twofour.prune import Method, prune_block, reorder_block, run_calibrated
@@ -36,7 +37,6 @@ from twofour.prune.hessian import relative_output_error
 from twofour.prune.lowrank import compensate
 from twofour.prune.permute_block import Reordered
 from twofour.select import Layer
-from twofour.version import __version__
 
 #: Above this a model is calibrated in the dtype of its checkpoint rather than in float32.
 FLOAT32_UP_TO = 8 << 30
@@ -62,19 +62,17 @@ class CalibrationOptions:
     permute: bool = False
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise InputError(f"{self.samples} windows of text are none.", hint="Give --samples 1 or more.")
-        if self.seqlen is not None and self.seqlen < 2:
-            raise InputError(
-                f"windows of {self.seqlen} tokens are too short.",
-                hint="Give --seqlen 2 or more, or leave it out.",
-            )
+        require_text(self.samples, 2 if self.seqlen is None else self.seqlen)
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise InputError(f"the seed {self.seed} has more than 64 bits.", hint="Give a smaller one.")
         if self.lowrank < 0:
             raise InputError(
                 f"a correction of rank {self.lowrank} is none.", hint="Give --lowrank 1 or more."
             )
+
+    @property
+    def files(self) -> list[str | Path]:
+        return [] if str(self.calib) == SELF else [self.calib]
 
     def length_for(self, model: Any) -> int:
         """The tokens of a window; more than the model takes are refused."""
@@ -105,7 +103,7 @@ def prune_blocks(
 ) -> None:
     """Leave the pruned weights of every block in `work`, with notes about each."""
     model, windows, weights = open_for_calibration(checkpoint, layers, calibration, on_progress)
-    run = run_of(options, checkpoint, calibration)
+    run = run_of(options, checkpoint, *calibration.files)
     finished = parallel.of_first(work.begin(run, resume=resume) if parallel.is_first() else 0)
     keys = {f"{layer.name}.weight": key for key, layer in layers.by_tensor.items()}
     keys = parameters_in_files(model, checkpoint) | keys
@@ -145,19 +143,13 @@ def prune_blocks(
         stored = {}
         changed = (f"{layer.name}.weight" for layer in notes)
         for name in dict.fromkeys((*changed, *(tuned.changed if tuned else ()), *moved.changed)):
-            parameter = model.get_parameter(name)
-            new = parameter.detach().to(checkpoint_dtype(checkpoint, keys[name]))
-            # What the next block sees is what will be on disk: a resumed run sees the same.
-            parameter.copy_(new)
-            stored[keys[name]] = new.cpu().contiguous()
+            stored[keys[name]] = as_stored_(model.get_parameter(name), checkpoint, keys[name])
         for layer in notes:
             module, key = model.get_submodule(layer.name), keys[f"{layer.name}.weight"]
             if isinstance(module, LowRank):
                 for side in ("lowrank_left", "lowrank_right"):
-                    parameter = getattr(module, side)
-                    new = parameter.detach().to(checkpoint_dtype(checkpoint, key))
-                    parameter.copy_(new)
-                    stored[f"{key.removesuffix('weight')}{side}"] = new.cpu().contiguous()
+                    beside = f"{key.removesuffix('weight')}{side}"
+                    stored[beside] = as_stored_(getattr(module, side), checkpoint, key)
         if not parallel.is_first():
             return
         reordered = {layer: {"permutation": note} for layer, note in moved.notes.items()}
@@ -170,8 +162,7 @@ def prune_blocks(
             }
             for layer, note in notes.items()
         }
-        of_block = {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {}
-        work.write(block.number, stored, of_layers, of_block)
+        work.write(block, stored, of_layers, tuned)
 
     run_calibrated(
         *(model, list(layers.by_tensor.values()), windows, method, change),
@@ -190,7 +181,7 @@ def open_for_calibration(
     on_progress: OnProgress = silent,
 ) -> tuple[Any, Tensor, StreamedBlocks | None]:
     """The model, the windows of text, and who brings the blocks, unless the whole model is in memory."""
-    documents = None if str(calibration.calib) == SELF else read_documents(calibration.calib)
+    documents = read_documents(calibration.calib) if calibration.files else None
     wide = 2 * checkpoint.nbytes <= FLOAT32_UP_TO
     dtype = torch.float32 if wide else None
     # To write text the whole model has to run; otherwise a block at a time is enough.
@@ -213,6 +204,14 @@ def open_blocks(
     return *load_causal_lm(checkpoint.directory, device="cpu", dtype=dtype or "auto"), None
 
 
+def as_stored_(parameter: Tensor, checkpoint: Checkpoint, key: str) -> Tensor:
+    """Round a parameter to how it is stored: what the next block sees is what will be on disk, and what a
+    resumed run sees."""
+    stored = parameter.detach().to(checkpoint_dtype(checkpoint, key))
+    parameter.copy_(stored)
+    return stored
+
+
 def checkpoint_dtype(checkpoint: Checkpoint, key: str) -> torch.dtype:
     dtype = DTYPES.get(checkpoint.tensors[key].dtype)
     if dtype is None:
@@ -220,18 +219,6 @@ def checkpoint_dtype(checkpoint: Checkpoint, key: str) -> torch.dtype:
             f"a weight stored as {checkpoint.tensors[key].dtype} cannot be calibrated.", layer=key
         )
     return dtype
-
-
-def run_of(
-    options: dict[str, Any],
-    checkpoint: Checkpoint,
-    calibration: CalibrationOptions,
-    teacher: Checkpoint | None = None,
-) -> dict[str, Any]:
-    """What must be the same for a run to go on with the blocks of an earlier one: options, files, program."""
-    text = [] if str(calibration.calib) == SELF else [calibration.calib]
-    files = stamps(checkpoint, *text, *([] if teacher is None else [teacher]))
-    return {**options, "config": checkpoint.config, "files": files, "twofour": __version__}
 
 
 def parameters_in_files(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:

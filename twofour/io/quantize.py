@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from twofour.calibrate.blocks import Block, Teacher
 from twofour.calibrate.experts import opened_experts
 from twofour.calibrate.parallel import require_alone
-from twofour.calibrate.windows import require_windows
 from twofour.errors import InputError
 from twofour.io.checkpoint import Checkpoint
 from twofour.io.finished import FinishedBlocks
@@ -131,8 +130,6 @@ def quantize_(
     """
     options = QuantizeOptions(scheme, group, rounding, smooth, tune, teacher)
     chosen, how, smoothed = options.settled(windows is not None)
-    if windows is not None:
-        require_windows(windows, model)
     _refuse_corrections(lowrank_layers(model))
     with opened_experts(model) as experts, opened_experts(teacher) if teacher else nullcontext():
         layers = require_layers(select(model, include, exclude)).layers
@@ -272,7 +269,6 @@ def quantize_checkpoint(
         rewrite(
             *(checkpoint, out, place, described, finish),
             least=LEAST / 2 if _is_wide(checkpoint) else LEAST,
-            kept=True,
         )
         work.remove()
     return step

@@ -7,7 +7,6 @@ not rounded.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -20,14 +19,15 @@ from twofour.io.checkpoint import Checkpoint
 from twofour.io.finished import FinishedBlocks
 from twofour.io.prune_calibrated import (
     CalibrationOptions,
+    as_stored_,
     checkpoint_dtype,
     open_blocks,
     open_for_calibration,
     parameters_in_files,
-    run_of,
 )
 from twofour.io.record import was_tuned
 from twofour.io.structure import CheckpointLayers
+from twofour.io.workplace import run_of
 from twofour.packed import unpack
 from twofour.progress import OnProgress
 from twofour.prune.reconstruct import Reconstruct, Reconstructed
@@ -61,7 +61,7 @@ def quantize_into(
     if teacher is not None:
         dense, _, its_weights = open_blocks(teacher, layers, model.dtype)
         followed = Teacher(dense, its_weights or InModel())
-    run = run_of(options, checkpoint, calibration, teacher)
+    run = run_of(options, checkpoint, *calibration.files, *([teacher] if teacher else []))
     finished = work.begin(run, resume=resume)
     keys = {layer: key for key, layer in layers.by_tensor.items()}
     beside = parameters_in_files(model, checkpoint)
@@ -94,14 +94,8 @@ def quantize_into(
             notes[key] = {**note, **errors, "tokens": own.tokens}
         smoothed = smoothing.changed[block.name] if smoothing else ()
         for name in dict.fromkeys((*smoothed, *(tuned.changed if tuned else ()))):
-            parameter = model.get_parameter(name)
-            new = parameter.detach().to(checkpoint_dtype(checkpoint, beside[name]))
-            # What the next block sees is what will be on disk: a resumed run sees the same.
-            parameter.copy_(new)
-            tensors[beside[name]] = new
-        of_block = {"block": block.name, **dataclasses.asdict(tuned)} if tuned else {}
-        stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        work.write(block.number, stored, notes, of_block)
+            tensors[beside[name]] = as_stored_(model.get_parameter(name), checkpoint, beside[name])
+        work.write(block, tensors, notes, tuned)
 
     quantize_blocks(
         *(model, list(keys), windows, scheme, rounding, keep),

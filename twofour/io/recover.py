@@ -19,7 +19,7 @@ from torch import Tensor
 
 from twofour.calibrate import parallel
 from twofour.errors import InputError
-from twofour.io.checkpoint import Checkpoint, stamps
+from twofour.io.checkpoint import Checkpoint
 from twofour.io.format import is_packed, made_by, scheme_of
 from twofour.io.load import load_causal_lm
 from twofour.io.pack import layers_to_pack
@@ -27,7 +27,7 @@ from twofour.io.prune_calibrated import DTYPES, checkpoint_dtype
 from twofour.io.record import add_step, last_step, summary
 from twofour.io.stream import require_sound, rewrite
 from twofour.io.structure import keys_in_files
-from twofour.io.workplace import beside, describe_run, disk_full, empty, held, require_same_run
+from twofour.io.workplace import beside, describe_run, disk_full, empty, held, require_same_run, run_of
 from twofour.io.writer import CheckpointWriter, require_new
 from twofour.pattern import check_pattern, require_finite
 from twofour.progress import OnProgress, silent
@@ -123,10 +123,10 @@ def _trained(
     model, tokenizer = load_causal_lm(checkpoint.directory, start, torch.float32)
     dense = _load_teacher(teacher, tokenizer, "cpu" if options.teacher_offload else start)
     settings = settle(model, dense, options)
-    made_of = [checkpoint, *(text for text in data if str(text) != SELF)]
+    made_of: list[Any] = [text for text in data if str(text) != SELF]
     made_of += [] if teacher is None else [Checkpoint(teacher)]
-    run = {**settings.outcome(), **described, "files": stamps(*made_of)}
-    if resume and any(work.iterdir()):
+    run = run_of(settings.outcome() | described, checkpoint, *made_of)
+    if resume and _has_work(work):
         require_same_run(work, run)
     store = Store(work)
 
@@ -196,7 +196,7 @@ def _write(checkpoint: Checkpoint, out: Path, trained: Path, step: dict[str, Any
                 config = made_by(config, summary(record))
             writer.finish(config, record, copy_from=checkpoint.directory)
 
-        rewrite(checkpoint, out, place, step["options"], finish, kept=True)
+        rewrite(checkpoint, out, place, step["options"], finish)
 
 
 def _told(position: Position, settings: Recover) -> dict[str, Any]:
@@ -260,9 +260,13 @@ def _workplace(work: Path, out: Path) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            worth = Store(work).has_state() or any(work.glob("written-*.safetensors"))
-            if parallel.is_first() and not worth:
+            if parallel.is_first() and not _has_work(work):
                 shutil.rmtree(work, ignore_errors=True)
-            if full := disk_full(error, out, kept=worth):
+            if full := disk_full(error, out):
                 raise full from error
             raise
+
+
+def _has_work(work: Path) -> bool:
+    """Whether there is something that a later run could go on from."""
+    return Store(work).has_state() or any(work.glob("written-*.safetensors"))

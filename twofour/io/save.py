@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from torch import nn
@@ -11,6 +10,7 @@ from twofour.errors import InputError
 from twofour.io.checkpoint import CONFIG, RECORD, read_json
 from twofour.io.format import SENTENCE, packed_config, stub
 from twofour.io.record import add_step
+from twofour.io.workplace import empty
 from twofour.io.writer import CheckpointWriter, publish, write_json
 from twofour.nn.convert import common_scheme, packed_layers, stored_layers
 from twofour.nn.lowrank import lowrank_layers
@@ -35,7 +35,7 @@ def save(model: nn.Module, out: str | Path) -> None:
         "layers": {name: {"shape": list(shape)} for name, shape in shapes.items()},
     }
     if not hasattr(model, "save_pretrained"):
-        with CheckpointWriter(out, 1, fingerprint="save") as writer:
+        with CheckpointWriter(out, 1, run={"verb": "save"}) as writer:
             writer.write_shard(1, {**model.state_dict(), **stub(shapes)}, notes={})
             writer.finish(
                 packed_config(
@@ -44,9 +44,9 @@ def save(model: nn.Module, out: str | Path) -> None:
                 add_step({}, step),
             )
         return
-    with CheckpointWriter(out, 1, fingerprint="save") as writer:
+    with CheckpointWriter(out, 1, run={"verb": "save"}) as writer:
         # transformers writes the files; the sentence is ours to add, since save_pretrained drops it.
-        shutil.rmtree(writer.staging)
+        empty(writer.staging)
         model.save_pretrained(writer.staging)  # type: ignore[operator]
         config = read_json(writer.staging / CONFIG)
         write_json(writer.staging / CONFIG, {**config, "transformers_weights": SENTENCE})

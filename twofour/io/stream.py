@@ -6,9 +6,6 @@ input's tensors are dealt into shards by their bytes alone, so a resumed run dea
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from twofour.errors import InputError
-from twofour.io.checkpoint import Checkpoint, stamps
-from twofour.io.writer import CHECKSUMS, CheckpointWriter, free_bytes, sha256
+from twofour.io.checkpoint import Checkpoint
+from twofour.io.workplace import how_to_go_on, run_of
+from twofour.io.writer import CheckpointWriter, free_bytes, sha256
 from twofour.progress import OnProgress, silent
-from twofour.version import __version__
 from twofour.words import size
 
 #: Bytes of input that make one output shard; with the tensor in hand this is what memory holds.
@@ -42,7 +39,6 @@ def rewrite(
     resume: bool = False,
     shard_bytes: int = SHARD_BYTES,
     least: float = 9 / 16,
-    kept: bool = False,
     on_progress: OnProgress = silent,
 ) -> None:
     """Convert every tensor of `source` into a new checkpoint at `out`.
@@ -50,13 +46,12 @@ def rewrite(
     `finish` gets the writer and all notes once the shards are there, and publishes the result.
     `options` tell one run from another: a partial result is taken over only if they are the same.
     `least` is the smallest share of the input's bytes that can come out; packed in 16 bit it is 9/16.
-    `kept`: what `convert` gives is kept elsewhere as well, should the disk be full.
     """
     shards = deal(source, shard_bytes)
-    sums = checksums(source)
-    fingerprint = _fingerprint(source, {**options, "shard_bytes": shard_bytes})
+    sums = _checksums(source)
+    run = run_of({**options, "shard_bytes": shard_bytes}, source)
     done_bytes = 0
-    with CheckpointWriter(out, len(shards), fingerprint, resume=resume, kept=kept) as writer:
+    with CheckpointWriter(out, len(shards), run, resume=resume) as writer:
         _require_space(source, writer, least)
         for number, names in enumerate(shards, 1):
             notes: dict[str, Any] = {}
@@ -87,15 +82,6 @@ def deal(source: Checkpoint, shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def checksums(source: Checkpoint) -> dict[str, str]:
-    """The SHA-256 of tensors as they were written, of those that twofour wrote."""
-    found: dict[str, str] = {}
-    for file in source.files:
-        with contextlib.suppress(ValueError):  # `check` tells of it
-            found |= json.loads(source.metadata(file).get(CHECKSUMS, "{}"))
-    return found
-
-
 def read_sound(source: Checkpoint, name: str, sums: dict[str, str]) -> Tensor:
     """A tensor with the bytes that were written: what is made of others would get checksums that fit."""
     tensor = source.read(name)
@@ -110,7 +96,7 @@ def read_sound(source: Checkpoint, name: str, sums: dict[str, str]) -> Tensor:
 
 def require_sound(source: Checkpoint, on_progress: OnProgress = silent) -> None:
     """Before hours of work on a checkpoint: all that is stored with a checksum still matches it."""
-    sums, done, told = checksums(source), 0, 0
+    sums, done, told = _checksums(source), 0, 0
     for name in sorted(sums.keys() & source.tensors.keys()):
         read_sound(source, name, sums)
         done += source.tensors[name].nbytes
@@ -119,10 +105,8 @@ def require_sound(source: Checkpoint, on_progress: OnProgress = silent) -> None:
             told = done
 
 
-def _fingerprint(source: Checkpoint, options: dict[str, Any]) -> str:
-    """Which source, options and program: what must be the same for a resumed run to give the same bytes."""
-    known = [__version__, source.config, stamps(source), options]
-    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+def _checksums(source: Checkpoint) -> dict[str, str]:
+    return {name: checksum for file in source.files for name, checksum in source.checksums(file).items()}
 
 
 def _require_space(source: Checkpoint, writer: CheckpointWriter, least: float) -> None:
@@ -132,7 +116,5 @@ def _require_space(source: Checkpoint, writer: CheckpointWriter, least: float) -
     if free < needed:
         raise InputError(
             f"the disk is too full: {writer.out} needs {size(needed)} or more, and {size(free)} are free.",
-            hint="Free some space; with --resume it goes on from what is finished."
-            if writer.kept
-            else "Free some space or choose another place.",
+            hint=how_to_go_on(writer.out),
         )

@@ -21,8 +21,14 @@ from typing import Any
 from safetensors import SafetensorError
 
 from twofour.errors import InputError, TwoFourError
+from twofour.io.checkpoint import Checkpoint, stamps
+from twofour.version import __version__
 
-_RUN = "run.json"
+#: What is being done, in each of them.
+RUN = "run.json"
+
+#: The directories in which is kept what took long: from there OUT can be written once more.
+_WORK = ("blocks", "recover")
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
@@ -79,23 +85,28 @@ def empty(directory: Path) -> None:
             entry.unlink()
 
 
+def run_of(options: dict[str, Any], source: Checkpoint, *others: Checkpoint | str | Path) -> dict[str, Any]:
+    """What must be the same for a run to go on with the work of an earlier one: options, files, program."""
+    return {**options, "config": source.config, "files": stamps(source, *others), "twofour": __version__}
+
+
 def describe_run(directory: Path, run: dict[str, Any], out: Path) -> None:
-    partial = directory / f"{_RUN}.partial"
+    partial = directory / f"{RUN}.partial"
     with readable_os_errors(out):
         partial.write_text(json.dumps(run, default=str), encoding="utf-8")
-        partial.replace(directory / _RUN)
+        partial.replace(directory / RUN)
 
 
 def require_same_run(directory: Path, run: dict[str, Any]) -> None:
     """Refuse to go on with a run that was another one. `run` is flat but for "files", their stamps."""
     anew = "leave out --resume to start anew."
     try:
-        before = json.loads((directory / _RUN).read_text(encoding="utf-8"))
+        before = json.loads((directory / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         before = None
     if not isinstance(before, dict):
         raise InputError(
-            f"{directory / _RUN} cannot be read, so there is no telling what was done there.",
+            f"{directory / RUN} cannot be read, so there is no telling what was done there.",
             hint=anew.capitalize(),
         )
     now = json.loads(json.dumps(run, default=str))
@@ -120,12 +131,12 @@ def _change(key: str, before: Any, now: Any) -> str:
 
 
 @contextlib.contextmanager
-def readable_os_errors(out: Path, *, kept: bool = False) -> Iterator[None]:
-    """Full disks and unwritable places, in a sentence; `kept`: what is finished is there for a later run."""
+def readable_os_errors(out: Path) -> Iterator[None]:
+    """Full disks and unwritable places, in a sentence."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if full := disk_full(error, out, kept):
+        if full := disk_full(error, out):
             raise full from error
         if isinstance(error, SafetensorError):
             raise TwoFourError(f"cannot write below {out}: {error}.") from error
@@ -134,7 +145,7 @@ def readable_os_errors(out: Path, *, kept: bool = False) -> Iterator[None]:
         ) from error
 
 
-def disk_full(error: BaseException, out: Path, kept: bool) -> InputError | None:
+def disk_full(error: BaseException, out: Path) -> InputError | None:
     """What to say where there was no room to write; None if the error is another one."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, SafetensorError):  # it has the number in its text only
@@ -142,12 +153,11 @@ def disk_full(error: BaseException, out: Path, kept: bool) -> InputError | None:
         number = int(found[1]) if found else None
     if number not in _FULL:
         return None
-    if kept:
-        return InputError(
-            f"{_FULL[number]}: {out} could not be written. What is finished was kept beside it.",
-            hint="Free some space; with --resume it goes on from there.",
-        )
-    return InputError(
-        f"{_FULL[number]}: {out} could not be written and nothing of it was left.",
-        hint="Free some space or choose another place.",
-    )
+    return InputError(f"{_FULL[number]}: {out} could not be written.", hint=how_to_go_on(out))
+
+
+def how_to_go_on(out: Path) -> str:
+    """What to do about a full disk, by what is finished beside OUT."""
+    if any(any(beside(out, what).glob("*.safetensors")) for what in _WORK):
+        return "Free some space; with --resume it goes on from what is finished."
+    return "Nothing of it was left. Free some space or choose another place."

@@ -24,10 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from twofour.errors import InputError
-from twofour.io.checkpoint import CONFIG, INDEX, RECORD, WEIGHTS
-from twofour.io.workplace import beside, empty, held, readable_os_errors
+from twofour.io.checkpoint import CHECKSUMS, CONFIG, INDEX, RECORD, WEIGHTS
+from twofour.io.workplace import RUN, beside, describe_run, empty, held, readable_os_errors, require_same_run
 
-CHECKSUMS = "twofour_sha256"
 _PROGRESS = "progress.jsonl"
 
 
@@ -43,16 +42,10 @@ def shard_metadata(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 
 class CheckpointWriter:
-    """Use as a context manager; nothing appears at `out` before `finish`.
+    """Use as a context manager; nothing appears at `out` before `finish`."""
 
-    `kept`: what is written is kept elsewhere as well, and a later run can go on with it.
-    """
-
-    def __init__(
-        self, out: str | Path, shards: int, fingerprint: str, *, resume: bool = False, kept: bool = False
-    ) -> None:
+    def __init__(self, out: str | Path, shards: int, run: dict[str, Any], *, resume: bool = False) -> None:
         self.out = Path(out)
-        self.kept = kept
         self.shards = shards
         self.staging = beside(self.out, "partial")
         #: What earlier shards gave, by number: from this run or, resumed, from the one before.
@@ -60,10 +53,10 @@ class CheckpointWriter:
         require_new(self.out)
         with contextlib.ExitStack() as stack:
             stack.enter_context(held(self.staging, self.out))
-            with readable_os_errors(self.out, kept=self.kept):
-                if not (resume and self._take_over(fingerprint)):
+            with readable_os_errors(self.out):
+                if not (resume and self._take_over(run)):
                     empty(self.staging)
-                    self._note({"fingerprint": fingerprint})
+                    describe_run(self.staging, run, self.out)
             self._held = stack.pop_all()
 
     def __enter__(self) -> CheckpointWriter:
@@ -80,7 +73,7 @@ class CheckpointWriter:
         """Write shard `number` of `shards`, counted from 1. `notes` come back in `done`."""
         name = self._name(number)
         tensors = _apart({key: tensor.contiguous() for key, tensor in tensors.items()})
-        with readable_os_errors(self.out, kept=self.kept):
+        with readable_os_errors(self.out):
             partial = self.staging / f"{name}.partial"
             save_file(tensors, partial, metadata=shard_metadata(tensors))
             partial.rename(self.staging / name)
@@ -91,7 +84,7 @@ class CheckpointWriter:
 
     def finish(self, config: dict[str, Any], record: dict[str, Any], copy_from: Path | None = None) -> None:
         """Add the config and the small files of the source, then put the directory in its place."""
-        with readable_os_errors(self.out, kept=self.kept):
+        with readable_os_errors(self.out):
             for file in _small_files(copy_from) if copy_from else ():
                 shutil.copyfile(file, self.staging / file.name)
             if self.shards > 1:
@@ -101,30 +94,27 @@ class CheckpointWriter:
                 size = sum(note["bytes"] for note in self.done.values())
                 write_json(self.staging / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
             write_json(self.staging / RECORD, record)
-            (self.staging / _PROGRESS).unlink()
+            for ours in (_PROGRESS, RUN):
+                (self.staging / ours).unlink()
             write_json(self.staging / CONFIG, config)
             publish(self.staging, self.out)
 
     def _name(self, number: int) -> str:
         return WEIGHTS if self.shards == 1 else f"model-{number:05d}-of-{self.shards:05d}.safetensors"
 
-    def _take_over(self, fingerprint: str) -> bool:
-        """Read what a run that was cut short has finished; False if there was none."""
+    def _take_over(self, run: dict[str, Any]) -> bool:
+        """Read what a run of the same that was cut short has finished; False if there is nothing."""
         notes = []
         with contextlib.suppress(OSError, json.JSONDecodeError):  # up to a line that was cut off
             for line in (self.staging / _PROGRESS).read_text().splitlines():
                 notes.append(json.loads(line))
         if not notes:
             return False
-        if notes[0] != {"fingerprint": fingerprint}:
-            raise InputError(
-                "the run to resume had other settings, or files that have changed since.",
-                hint="Give the same ones, or leave out --resume to start anew.",
-            )
+        require_same_run(self.staging, run)
         partial = self.staging / f"{_PROGRESS}.partial"
         partial.write_text("".join(json.dumps(note) + "\n" for note in notes))
         partial.replace(self.staging / _PROGRESS)
-        self.done = {n["shard"]: n for n in notes[1:] if (self.staging / self._name(n["shard"])).exists()}
+        self.done = {n["shard"]: n for n in notes if (self.staging / self._name(n["shard"])).exists()}
         return True
 
     def _note(self, note: dict[str, Any]) -> None:

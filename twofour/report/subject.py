@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from twofour.errors import InputError
 from twofour.io.checkpoint import CONFIG, RECORD, Checkpoint, read_json, read_record
 from twofour.io.format import is_packed, packed_modules, scheme_of
 from twofour.io.record import last_step
-from twofour.io.writer import CHECKSUMS
 from twofour.quantize.schemes import Scheme
 from twofour.report.documents import (
     LOG,
@@ -259,13 +257,13 @@ def read_subject(directory: str | Path) -> Subject:
     try:
         checkpoint = Checkpoint(directory)
         subject.stored_bytes = checkpoint.nbytes
-        sums = [checkpoint.metadata(file).get(CHECKSUMS) for file in checkpoint.files]
     except InputError as error:
         subject.no_weights = str(error)
         return subject
-    with contextlib.suppress(json.JSONDecodeError):  # `twofour check` is the one to complain
+    with contextlib.suppress(InputError):  # `twofour check` is the one to complain
+        sums = [checkpoint.checksums(file) for file in checkpoint.files]
         if sums and all(sums):
-            subject.hashes["weights"] = _digest([json.loads(s) for s in sums if s])
+            subject.hashes["weights"] = _digest(sums)
     return subject
 
 
