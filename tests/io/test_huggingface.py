@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import twofour
+from twofour.errors import InputError
 from twofour.io.check import check
 from twofour.io.pack import pack_checkpoint
 from twofour.io.prune import prune_checkpoint
@@ -211,3 +212,20 @@ def test_no_pickle_is_written(packed, tmp_path):
             if file.suffix == ".safetensors":
                 with safe_open(file, "pt") as opened:
                     assert list(opened.keys())
+
+
+def test_one_save_at_a_time(packed, tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(packed)
+    write = model.save_pretrained
+
+    def meanwhile(where):
+        with pytest.raises(InputError, match="another run is writing"):
+            twofour.save(model, tmp_path / "out")
+        write(where)
+
+    monkeypatch.setattr(model, "save_pretrained", meanwhile)
+    twofour.save(model, tmp_path / "out")
+    assert sorted(f.name for f in (tmp_path / "out").iterdir() if f.suffix != ".json") == [
+        "model.safetensors"
+    ]
+    assert not (tmp_path / "out" / "run.json").exists()

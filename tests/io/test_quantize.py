@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from functools import partial
 
 import pytest
@@ -256,43 +255,6 @@ def test_any_module_saves_and_loads(tmp_path):
     assert loaded[0].scheme == model[0].scheme
 
 
-def test_check_finds_damage(pruned, tmp_path):
-    good = tmp_path / "good"
-    quantize_checkpoint(pruned, good, QuantizeOptions("int4"))
-    key = "model.layers.0.mlp.up_proj"
-
-    def damaged(change):
-        out = tmp_path / "bad"
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(good, out)
-        tensors = load_file(out / "model.safetensors")
-        change(tensors)
-        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-        return check(out).faults
-
-    assert damaged(lambda t: None) == []
-    assert "no weight_scale" in damaged(lambda t: t.pop(f"{key}.weight_scale"))[0]
-    for wrong in (0.0, torch.nan, torch.inf):
-        assert (
-            "weight_scale holds zero" in damaged(lambda t, w=wrong: t[f"{key}.weight_scale"][3].fill_(w))[0]
-        )
-    assert damaged(lambda t: t[f"{key}.weight_scale"].neg_()) == []  # another matrix, and a legal one
-    assert "nibble" in damaged(lambda t: t[f"{key}.weight_meta"].zero_())[0]
-    wide = damaged(lambda t: t.update({f"{key}.weight_values": t[f"{key}.weight_values"].view(torch.int8)}))
-    assert "int4 needs torch.uint8" in wide[0]
-    out = tmp_path / "bad"
-    tensors = load_file(good / "model.safetensors")
-    del tensors[f"{key}.weight_scale"]
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match="weight_scale"):
-        AutoModelForCausalLM.from_pretrained(out)
-    config = json.loads((good / "config.json").read_text())
-    config["quantization_config"]["scheme"] = {"name": "nf4"}
-    (good / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="no scheme 'nf4'"):
-        AutoModelForCausalLM.from_pretrained(good)
-
-
 WRONG = [
     (("--scheme", "int3"), "there is no scheme 'int3'"),
     (("--scheme", "int8", "--group", "64"), "no groups"),
@@ -354,27 +316,6 @@ def test_what_cannot_be_quantized(dense, packed, pruned, text, tmp_path, twofour
     assert type(untouched[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("verb", ["prune", "quantize", "quantize --calib", "recover", "pack"])
-def test_what_does_not_match_its_checksum_gets_no_new_one(verb, dense, pruned, text, tmp_path, twofour):
-    source = pruned if verb != "prune" else dense
-    if verb == "prune":
-        prune_checkpoint(dense, tmp_path / "copy", exclude=["*.down_proj"])
-        source = tmp_path / "copy"
-    file = source / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    given = {
-        "quantize": ["--scheme", "int8"],
-        "quantize --calib": ["--scheme", "int8", "--calib", text, "--samples", 4, "--seqlen", 32],
-        "recover": ["--data", text, "--recipe", "masked", "--tokens", 512, "--seqlen", 32],
-    }
-    ran = twofour(verb.split()[0], source, tmp_path / "out", *given.get(verb, []))
-    assert ran.status == 2
-    assert "do not match their checksum" in ran.err
-    assert not list(tmp_path.glob("*out*"))
-
-
 @pytest.mark.parametrize(
     "windows",
     [
@@ -391,29 +332,6 @@ def test_windows_that_are_none(windows, pruned):
     for change in (package.prune_, partial(package.quantize_, scheme="int4")):
         with pytest.raises(InputError, match=r"^(the )?windows"):
             change(model, windows=windows)
-
-
-def test_a_weight_that_is_stored_as_whole_numbers(pruned, tmp_path, twofour):
-    weights = load_file(pruned / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    weights[name] = weights[name].sign().to(torch.int8)
-    save_file(weights, pruned / "model.safetensors", metadata={"format": "pt"})
-    for verb, *given in (["pack"], ["prune"], ["quantize", "--scheme", "int4"]):
-        ran = twofour(verb, pruned, tmp_path / "out", *given)
-        assert ran.status == 2
-        assert "model.layers.1.mlp.up_proj: its weight is stored as I8" in ran.err
-    assert not list(tmp_path.glob("*out*"))
-
-
-def test_a_pruned_layer_that_is_not_there(pruned, text, tmp_path, twofour):
-    weights = load_file(pruned / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, pruned / "model.safetensors", metadata={"format": "pt"})
-    for verb, *given in (["pack"], ["quantize", "--scheme", "int4"], ["recover", "--data", text]):
-        ran = twofour(verb, pruned, tmp_path / "out", *given)
-        assert ran.status == 2
-        assert "files lack" in ran.err
-    assert not list(tmp_path.glob("*out*"))
 
 
 def test_low_rank_corrections_are_refused():
