@@ -191,7 +191,7 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   };
 
   int leaving = -1;  // the tile of x in whose place sums are on their way
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // a bias may be the work of the kernel before
+  if (bias != nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");  // it may be the work of the kernel before
   Piece following(blockIdx.x / CLUSTER, work, rank);
   for (int number = blockIdx.x / CLUSTER; number < pieces; number += clusters) {
     const Piece piece = AHEAD ? following : Piece(number, work, rank);
