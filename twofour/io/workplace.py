@@ -98,19 +98,19 @@ def describe_run(directory: Path, run: dict[str, Any], out: Path) -> None:
 
 
 def require_same_run(directory: Path, run: dict[str, Any]) -> None:
-    """Refuse to go on with a run that was another one. `run` is flat but for "files", their stamps."""
+    """Refuse to go on with a run that was another one. `run` as of `run_of`."""
     anew = "leave out --resume to start anew."
     try:
         before = json.loads((directory / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         before = None
-    if not isinstance(before, dict):
+    if not isinstance(before, dict) or not isinstance(before.get("files"), dict):
         raise InputError(
             f"{directory / RUN} cannot be read, so there is no telling what was done there.",
             hint=anew.capitalize(),
         )
     now = json.loads(json.dumps(run, default=str))
-    was, becomes = (dict(one.pop("files", {})) for one in (before, now))
+    was, becomes = before.pop("files"), now.pop("files")
     changed = sorted(name for name in becomes if name in was and was[name] != becomes[name])
     other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     other.sort(key=lambda key: key not in before or key not in now)  # what both have says more
