@@ -11,7 +11,7 @@ from twofour.bench import timing
 from twofour.bench.contenders import CONTENDERS, Contender, dense_bytes, packed_bytes
 from twofour.bench.products import SHAPES, Ceilings, measure_ceilings, named_shapes, one_line, run_products
 from twofour.errors import InputError
-from twofour.pattern import check_pattern
+from twofour.pattern import check_pattern, keep_best
 
 CEILINGS = Ceilings(copy_gb_s=100.0, matmul_tflops=1.0)
 SHAPE = {"s": (96, 64)}
@@ -62,7 +62,8 @@ def test_what_follows_from_the_times():
 def test_errors_are_small_and_beside_those_of_dense(dtype, limit, bias):
     dense, sparse = rows_of(without("torch24"), dtype=dtype, bias=bias, copies=3)
     assert 0 < dense["relative_error"] < limit
-    assert dense["relative_error"] == dense["dense_relative_error"] == sparse["dense_relative_error"]
+    assert 0 < dense["dense_relative_error"] == sparse["dense_relative_error"] < limit
+    assert dense["relative_error"] != dense["dense_relative_error"], "of the weight before it was pruned"
     assert 0 < sparse["relative_error"] < limit
     assert sparse["copies"] == 3
 
@@ -102,6 +103,23 @@ def test_contenders_can_be_added_and_get_2_of_4():
         report = check_pattern(weight)
         assert report.full == report.groups, "nothing but the pattern is zero"
     assert not torch.equal(seen[0], seen[1])
+
+
+def test_unpruned_contenders_get_what_the_others_weights_were():
+    seen = {}
+
+    def keeps(name):
+        def make(weights, bias):
+            seen[name] = weights
+            return [lambda x, w=w: F.linear(x, w) for w in weights]
+
+        return make
+
+    rows = rows_of({"own": keeps("pruned"), "theirs": Contender(keeps("full"), unpruned=True)}, copies=3)
+    assert all(row["relative_error"] < 1e-6 for row in rows), "each is compared with its own"
+    for pruned, full in zip(seen["pruned"], seen["full"], strict=True):
+        assert full.count_nonzero() == full.numel()
+        assert torch.equal(full * keep_best(full.abs()), pruned)
 
 
 def test_failures_become_rows():

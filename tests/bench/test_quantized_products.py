@@ -7,7 +7,7 @@ from twofour.bench import quantized_contenders
 from twofour.bench.contenders import Contender, dense_bytes
 from twofour.bench.products import Ceilings, run_products
 from twofour.bench.quantized_contenders import quantized_bytes
-from twofour.bench.random_codes import exact_rows, in_other_order, random_codes
+from twofour.bench.random_codes import Halves, exact_rows, in_other_order, random_codes
 from twofour.packed import unpack
 from twofour.pattern import check_pattern
 from twofour.quantize.schemes import SCHEMES, scheme_named
@@ -52,6 +52,27 @@ def test_rows_in_another_order_and_exactly(scheme):
     assert torch.equal(one.sum(1).sort().values, two.sum(1).sort().values)
     chosen = torch.tensor([3, 1, 60])
     assert torch.equal(exact_rows(packed, chosen), one[chosen])
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=IDS)
+@pytest.mark.parametrize("columns", [512, 100, 172])
+def test_the_rest_of_a_pruned_matrix_fills_its_gaps(scheme, columns):
+    kept = codes_of(scheme, columns=columns)
+    whole = Halves.around(kept, scheme, torch.Generator().manual_seed(1))
+    whole.rest.validate()
+    assert not ((unpack_codes(kept) != 0) & (unpack_codes(whole.rest) != 0)).any()
+    codes = whole.codes()
+    assert codes.shape == (64, columns)
+    assert torch.equal(codes.float(), unpack_codes(kept) + unpack_codes(whole.rest))
+    few = {"int8": 0.03, "fp8": 0.001, "int4": 0.25}[scheme.codes]  # that are zero by chance
+    assert float((codes.float() == 0).float().mean()) < few
+    exact = whole.kept.unpack(torch.float64) + whole.rest.unpack(torch.float64)
+    assert torch.equal(whole.exact_rows(torch.tensor([5, 2])), exact[[5, 2]])
+    assert torch.equal(whole.unpack().double(), (kept.unpack() + whole.rest.unpack()).double())
+
+
+def unpack_codes(packed):
+    return unpack(packed.values, packed.meta, packed.columns).float()
 
 
 def rows_of(scheme, contenders=None, **options):
@@ -123,7 +144,7 @@ def test_contenders_of_a_gpu(scheme):
 def test_dense_int4_is_handed_over_as_the_operator_wants_it(monkeypatch):
     """A stand-in for the operators of a GPU that does with their arguments what is documented of them."""
     scheme = scheme_named("int4", 64)
-    packed = codes_of(scheme, 16, 256)
+    weight = Halves.around(codes_of(scheme, 16, 256), scheme, torch.Generator().manual_seed(1))
 
     class Aten:
         @staticmethod
@@ -138,7 +159,7 @@ def test_dense_int4_is_handed_over_as_the_operator_wants_it(monkeypatch):
             return x @ ((tiles.float().t() - 8) * scale + zero).to(x.dtype)
 
     monkeypatch.setattr(torch, "ops", type("Ops", (), {"aten": Aten}))
-    (product,) = quantized_contenders._dense_int4([packed], None, scheme)
+    (product,) = quantized_contenders._dense_int4([weight], None, scheme)
     monkeypatch.undo()
     x = torch.randn(3, 256, dtype=torch.bfloat16)
-    torch.testing.assert_close(product(x), x @ packed.unpack().t())
+    torch.testing.assert_close(product(x), x @ weight.unpack().t())

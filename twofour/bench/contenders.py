@@ -21,7 +21,8 @@ from twofour.packed import packed_shapes
 Product = Callable[[Tensor], Tensor]
 
 #: The weights and a bias or None; gives one product for each weight. A weight is a dense 2:4 matrix, or, for
-#: contenders of quantized products, a `Packed24` of codes.
+#: contenders of quantized products, a `Packed24` of codes. Unpruned ones get what that was before pruning, a
+#: full matrix or `Halves` of codes.
 Factory = Callable[[list[Any], Tensor | None], Sequence[Product]]
 
 
@@ -43,6 +44,7 @@ class Contender:
     work: float = 0.5  # multiplications for each one of a dense product in x's dtype; fp8 counts half
     most_tokens: int | None = None  # beyond these it is left out: what nobody would run takes long to time
     scaled: bool = True  # False: its outputs lack the scales of the operands, so they are not compared
+    unpruned: bool = False  # it gets the weights as they were before pruning
 
 
 def _dense(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
@@ -84,7 +86,7 @@ def _torch24(weights: list[Tensor], bias: Tensor | None) -> list[Product]:
 
 
 CONTENDERS: dict[str, Contender | Factory] = {
-    "dense": Contender(_dense, dense_bytes, work=1.0),
+    "dense": Contender(_dense, dense_bytes, work=1.0, unpruned=True),
     "twofour": Contender(_twofour),  # what was measured fastest, for each number of tokens
     "torch24": Contender(_torch24),
 }

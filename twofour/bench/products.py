@@ -1,8 +1,9 @@
 """Products y = x·Wᵀ, one row per shape, number of tokens and contender.
 
 W is n×k and 2:4, x is tokens×k. A contender (contenders.py) gets the same matrices as all others, several, so
-that they do not stay in the L2, and makes a callable of each. The dense contender multiplies with the zeros
-in place, which draws less power than a full matrix would: its time errs in favour of dense.
+that they do not stay in the L2, and makes a callable of each. A dense contender gets them as they were before
+they were pruned: with the zeros in place a product draws less power, and is up to TODO % faster than what
+people have.
 
 With a scheme the matrices are random codes of 8 or 4 bits, and the contenders those of
 quantized_contenders.py.
@@ -20,7 +21,7 @@ What a row's figures mean:
                                   (weight, x and y once each) at the speed of a copy, and the multiplications
                                   it must do (half of them for 2:4) at the speed of a large dense product
     relative_error                ‖y − reference‖ / ‖reference‖, float64, over a sample of output features;
-                                  dense_relative_error is that of F.linear on the same data. With a scheme
+                                  dense_relative_error is that of F.linear with the 2:4 weight. With a scheme
                                   the reference has the dequantized W and x as it came: where a contender
                                   rounds x, that is in the figure
 
@@ -49,7 +50,7 @@ from twofour.bench.contenders import (
     packed_bytes,
 )
 from twofour.bench.quantized_contenders import SAME_PRECISION, quantized_bytes, quantized_contenders
-from twofour.bench.random_codes import exact_rows, in_other_order, random_codes
+from twofour.bench.random_codes import Halves, exact_rows, in_other_order, random_codes
 from twofour.bench.timing import (
     ROUNDS,
     Call,
@@ -172,12 +173,13 @@ def run_products(
     for name, (n, k) in shapes.items():
         small = packed_bytes(n, k, dtype) if scheme is None else quantized_bytes(scheme)(n, k, dtype)
         count = copies or copies_past_l2(int(small), device)
-        weights = _random_weights(n, k, count, dtype, random, scheme)
+        weights, unpruned = _random_weights(n, k, count, dtype, random, scheme)
         given_bias = torch.randn(n, device=device, dtype=dtype, generator=random) if bias else None
-        made = {which: _make(contender, weights, given_bias) for which, contender in known.items()}
+        of = {which: unpruned if contender.unpruned else weights for which, contender in known.items()}
+        made = {which: _make(contender, of[which], given_bias) for which, contender in known.items()}
         for m, present in at.items():
             x = torch.randn(m, k, device=device, dtype=dtype, generator=random)
-            check = _Check(x, weights, given_bias, random)
+            check = _Check(x, weights, unpruned, given_bias, random)
             cell: dict[str, dict[str, Any]] = {}
             for which in present:
                 cell[which] = {"shape": name, "rows": n, "columns": k, "tokens": m, **about}
@@ -188,7 +190,7 @@ def run_products(
                 _derive(cell[which], known[which], cell, baselines, ceilings, dtype)
             rows += cell.values()
             del x, check, cell
-        del weights, made, given_bias
+        del weights, unpruned, of, made, given_bias
         free(device)
     on_progress(total, total, "done")
     return rows[first:]
@@ -196,16 +198,20 @@ def run_products(
 
 def _random_weights(
     rows: int, columns: int, count: int, dtype: torch.dtype, random: Any, scheme: Scheme | None
-) -> list[Any]:
-    """Matrices that keep two of four, with outputs of about 1: dense, or packed codes of a scheme."""
+) -> tuple[list[Any], list[Any]]:
+    """Matrices that keep two of four, with outputs of about 1, and what they were before they were pruned:
+
+    dense matrices, or with a scheme packed codes and `Halves`.
+    """
     if scheme is not None:
         codes = random_codes(rows, columns, scheme, dtype, random)
-        return [codes, *(in_other_order(codes, random) for _ in range(count - 1))]
+        kept = [codes, *(in_other_order(codes, random) for _ in range(count - 1))]
+        return kept, [Halves.around(one, scheme, random) for one in kept]
     options = {"device": random.device, "generator": random}
     first = torch.randn(rows, columns, dtype=dtype, **options) * (2 / columns) ** 0.5
-    first *= keep_best(first.abs())  # nothing else is zero
     # The same rows in another order are as good as new ones, and cheaper.
-    return [first, *(first[torch.randperm(rows, **options)] for _ in range(count - 1))]
+    unpruned = [first, *(first[torch.randperm(rows, **options)] for _ in range(count - 1))]
+    return [one * keep_best(one.abs()) for one in unpruned], unpruned
 
 
 def _make(contender: Contender, weights: list[Any], bias: Tensor | None) -> Sequence[Product] | str:
@@ -219,25 +225,39 @@ def _make(contender: Contender, weights: list[Any], bias: Tensor | None) -> Sequ
 class _Check:
     """The relative error of an output over sampled features, against float64."""
 
-    def __init__(self, x: Tensor, weights: list[Any], bias: Tensor | None, random: torch.Generator) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        weights: list[Any],
+        unpruned: list[Any],
+        bias: Tensor | None,
+        random: torch.Generator,
+    ) -> None:
         rows = weights[0].shape[0]
         self.chosen = torch.randperm(rows, device=x.device, generator=random)[:SAMPLED_FEATURES]
         wide, add = x.double(), 0.0 if bias is None else bias[self.chosen].double()
         # The first and the last copy: a contender that mixes its copies up would be found.
         self.ends = sorted({0, len(weights) - 1})
-        self.references = [wide @ _exact(weights[i], self.chosen).T + add for i in self.ends]
+        self.references = {
+            before: [wide @ _exact(of[i], self.chosen).T + add for i in self.ends]
+            for before, of in ((False, weights), (True, unpruned))
+        }
         ends = {i: partial(F.linear, weight=_dense(weights[i]), bias=bias) for i in self.ends}
         self.dense = self(ends, x)
 
-    def __call__(self, products: Sequence[Product] | Mapping[int, Product], x: Tensor) -> float:
+    def __call__(
+        self, products: Sequence[Product] | Mapping[int, Product], x: Tensor, unpruned: bool = False
+    ) -> float:
         errors = []
-        for which, reference in zip(self.ends, self.references, strict=True):
+        for which, reference in zip(self.ends, self.references[unpruned], strict=True):
             y = products[which](x)[:, self.chosen].double()
             errors.append(float((y - reference).norm() / reference.norm()))
         return max(errors, key=lambda e: (e != e, e))  # NaN is the worst
 
 
-def _exact(weight: Tensor | Packed24, rows: Tensor) -> Tensor:
+def _exact(weight: Tensor | Packed24 | Halves, rows: Tensor) -> Tensor:
+    if isinstance(weight, Halves):
+        return weight.exact_rows(rows)
     return exact_rows(weight, rows) if isinstance(weight, Packed24) else weight[rows].double()
 
 
@@ -271,7 +291,7 @@ class _Cell:
                 continue
             try:
                 if known[which].scaled:
-                    row["relative_error"] = check(products, x)
+                    row["relative_error"] = check(products, x, known[which].unpruned)
                 self.calls[which] = [partial(product, x) for product in products]
             except Exception as error:
                 row["error"] = one_line(error)

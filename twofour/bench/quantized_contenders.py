@@ -1,4 +1,5 @@
-"""Ways to compute a product with a 2:4 weight of 8 or 4 bits. Each gets packed codes (random_codes.py).
+"""Ways to compute a product with a 2:4 weight of 8 or 4 bits. Each gets packed codes (random_codes.py), dense
+ones those that there were before pruning.
 
     dense        the dequantized weight in x's dtype
     dense fp8    every token rounded by our kernel, then torch._scaled_mm with a scale for each row and token.
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from twofour.bench.contenders import Contender, Product, dense_bytes
+from twofour.bench.random_codes import Halves
 from twofour.packed import Packed24, packed_shapes, unpack
 from twofour.quantize.schemes import SCHEMES, Codes, Scheme
 from twofour.select import Layer
@@ -43,15 +45,16 @@ def quantized_contenders(scheme: Scheme, device: torch.device) -> dict[str, Cont
     ours = quantized_bytes(scheme)
     work = 0.25 if scheme.rounds_activations else 0.5
     found = {
-        "dense": Contender(_dense, dense_bytes, work=1.0),
+        "dense": Contender(_dense, dense_bytes, work=1.0, unpruned=True),
         "twofour": Contender(partial(_twofour, scheme=scheme), ours, work),
     }
     if device.type != "cuda":
         return found
     if scheme.codes == "int4":
-        found["dense int4"] = Contender(partial(_dense_int4, scheme=scheme), _int4_bytes(scheme), 1.0, 512)
+        of_four = partial(_dense_int4, scheme=scheme)
+        found["dense int4"] = Contender(of_four, _int4_bytes(scheme), 1.0, 512, unpruned=True)
     else:
-        found["dense fp8"] = Contender(_dense_fp8, lambda rows, columns, _: rows * columns, 0.5)
+        found["dense fp8"] = Contender(_dense_fp8, _fp8_bytes, 0.5, unpruned=True)
         found["cusparselt"] = Contender(_cusparselt, ours, 0.25, scaled=False)
     found["ampere"] = Contender(_forced(scheme, "ampere"), ours, 0.5, 256)
     found["hopper"] = Contender(_forced(scheme, "hopper"), ours, work)
@@ -70,6 +73,10 @@ def quantized_bytes(scheme: Scheme) -> Callable[[int, int, torch.dtype], float]:
     return weight_bytes
 
 
+def _fp8_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
+    return rows * columns
+
+
 def _int4_bytes(scheme: Scheme) -> Callable[[int, int, torch.dtype], float]:
     """Dense codes, and for each scale a zero point beside it."""
     return lambda rows, columns, dtype: (
@@ -77,16 +84,11 @@ def _int4_bytes(scheme: Scheme) -> Callable[[int, int, torch.dtype], float]:
     )
 
 
-def _dense(weights: list[Packed24], bias: Tensor | None) -> list[Product]:
-    return [partial(F.linear, weight=packed.unpack(), bias=bias) for packed in weights]
+def _dense(weights: list[Halves], bias: Tensor | None) -> list[Product]:
+    return [partial(F.linear, weight=weight.unpack(), bias=bias) for weight in weights]
 
 
-def _dense_codes(packed: Packed24) -> Tensor:
-    """[n, k] without scales; 4 bits as int8."""
-    return unpack(packed.values, packed.meta, packed.columns)
-
-
-def _dense_fp8(weights: list[Packed24], bias: Tensor | None) -> list[Product]:
+def _dense_fp8(weights: list[Halves], bias: Tensor | None) -> list[Product]:
     from twofour.kernels import token_codes
 
     def multiply(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -95,14 +97,14 @@ def _dense_fp8(weights: list[Packed24], bias: Tensor | None) -> list[Product]:
         return torch._scaled_mm(codes, weight, *scales, bias=bias, out_dtype=x.dtype, use_fast_accum=True)
 
     made: list[Product] = []
-    for packed in weights:
-        assert packed.scale is not None
-        codes = _dense_codes(packed).float().to(_FP8)
-        made.append(partial(multiply, weight=codes.t(), scale=packed.scale.float().t()))
+    for weight in weights:
+        codes, scale = weight.codes().float().to(_FP8), weight.kept.scale
+        assert scale is not None
+        made.append(partial(multiply, weight=codes.t(), scale=scale.float().t()))
     return made
 
 
-def _dense_int4(weights: list[Packed24], bias: Tensor | None, scheme: Scheme) -> list[Product]:
+def _dense_int4(weights: list[Halves], bias: Tensor | None, scheme: Scheme) -> list[Product]:
     aten = torch.ops.aten
 
     def multiply(x: Tensor, tiles: Tensor, scales: Tensor) -> Tensor:
@@ -110,11 +112,12 @@ def _dense_int4(weights: list[Packed24], bias: Tensor | None, scheme: Scheme) ->
         return y if bias is None else y + bias
 
     made: list[Product] = []
-    for packed in weights:
-        assert packed.scale is not None
-        codes = (_dense_codes(packed) + 8).view(torch.uint8)  # the operator takes 8 from each again
+    for weight in weights:
+        codes = (weight.codes() + 8).view(torch.uint8)  # the operator takes 8 from each again
         tiles = aten._convert_weight_to_int4pack(codes[:, 0::2] << 4 | codes[:, 1::2], _INNER_TILES)
-        with_zeros = torch.stack([packed.scale, torch.zeros_like(packed.scale)], dim=-1)
+        scale = weight.kept.scale
+        assert scale is not None
+        with_zeros = torch.stack([scale, torch.zeros_like(scale)], dim=-1)
         made.append(partial(multiply, tiles=tiles, scales=with_zeros.transpose(0, 1).contiguous()))
     return made
 
@@ -170,4 +173,5 @@ def _cusparselt(weights: list[Packed24], bias: Tensor | None) -> list[Product]:
             compressed, codes, out_dtype=x.dtype, transpose_result=True, alg_id=alg_id
         )
 
-    return [partial(multiply, compressed=torch._cslt_compress(_dense_codes(p))) for p in weights]
+    codes = (unpack(packed.values, packed.meta, packed.columns) for packed in weights)
+    return [partial(multiply, compressed=torch._cslt_compress(c)) for c in codes]
