@@ -13,6 +13,10 @@ What a row's figures mean:
     graph_ms, eager_ms, host_us   see timing.py; graph_ms and host_us are None on a CPU
     turns                         that the contenders of a shape and a number of tokens took with each other
                                   (timing.in_turns), so that heat and power limits meet all of them alike
+    sustained                     whether a turn was long enough for a contender to have a clock of its own.
+                                  In short turns at the power limit all share one, which is the lower the more
+                                  power the others draw: that tells who needs fewer cycles. Who runs one for
+                                  longer, as everyone does who reads long prompts, gets the sustained time
     times_dense_graph, _eager     median of dense over median of this contender, same run: above 1 is faster
     times_dense_same_graph, …     the same over dense of the scheme's precision; only with a scheme
     weight_gb_s                   bytes of the weight in this contender's own form, over time
@@ -53,6 +57,7 @@ from twofour.bench.quantized_contenders import SAME_PRECISION, quantized_bytes, 
 from twofour.bench.random_codes import Halves, exact_rows, in_other_order, random_codes
 from twofour.bench.timing import (
     ROUNDS,
+    SETTLE_MS,
     Call,
     Timer,
     Times,
@@ -138,6 +143,7 @@ def run_products(
     bias: bool = False,
     ceilings: Ceilings | None = None,
     copies: int | None = None,
+    sustained: bool = False,
     seed: int = 0,
     on_progress: OnProgress = silent,
     into: list[dict[str, Any]] | None = None,
@@ -184,8 +190,10 @@ def run_products(
             for which in present:
                 cell[which] = {"shape": name, "rows": n, "columns": k, "tokens": m, **about}
                 cell[which] |= {"contender": which, "copies": count}
-                cell[which]["turns"] = GRAPH_ROUNDS if device.type == "cuda" else ROUNDS
-            _Cell(cell, made, known, x, check).measure(partial(on_progress, len(rows) - first, total))
+                short = device.type == "cuda" and not sustained
+                cell[which] |= {"turns": GRAPH_ROUNDS if short else ROUNDS, "sustained": sustained}
+            tell = partial(on_progress, len(rows) - first, total)
+            _Cell(cell, made, known, x, check).measure(tell, sustained)
             for which in present:
                 _derive(cell[which], known[which], cell, baselines, ceilings, dtype)
             rows += cell.values()
@@ -296,7 +304,7 @@ class _Cell:
             except Exception as error:
                 row["error"] = one_line(error)
 
-    def measure(self, tell: Callable[[str], None]) -> None:
+    def measure(self, tell: Callable[[str], None], sustained: bool) -> None:
         tell(f"{self.title}, plain calls")
         timer, repeats = (eager_timer, EAGER_REPEATS) if self.gpu else (cpu_timer, CPU_REPEATS)
         self._times("eager_ms", lambda calls: timer(calls[0], SECONDS / ROUNDS), repeats)
@@ -308,7 +316,10 @@ class _Cell:
             except Exception as error:
                 self._failed(which, error)
         tell(f"{self.title}, CUDA graphs")
-        self._times("graph_ms", graph_timer, GRAPH_REPEATS, GRAPH_ROUNDS)
+        if sustained:
+            self._times("graph_ms", partial(graph_timer, warm_ms=SETTLE_MS), GRAPH_REPEATS)
+        else:
+            self._times("graph_ms", graph_timer, GRAPH_REPEATS, GRAPH_ROUNDS)
 
     def _times(
         self, field: str, make: Callable[[list[Call]], Timer], repeats: int, rounds: int = ROUNDS

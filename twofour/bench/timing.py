@@ -45,8 +45,11 @@ ROUNDS = 5
 #: A replay shorter than this would measure its launch; the calls are then captured several times over.
 REPLAY_MS = 2.0
 
-#: A turn warms up for at least so long: a chip at its power limit takes a while to settle on a clock.
+#: A turn warms up for at least so long, so that what ran before is out of the caches and the pipelines.
 WARM_MS = 20.0
+
+#: A chip at its power limit takes so long to settle on the clock that it can hold with what runs now.
+SETTLE_MS = 400.0
 
 #: Calls in one graph at most: every call is several nodes, and capturing them takes host time.
 GRAPH_CALLS = 256

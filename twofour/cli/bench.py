@@ -78,6 +78,13 @@ def command(
     tokens: Annotated[
         str | None, typer.Option(metavar="M,M,…", help="Tokens multiplied at once. Default: 1 to 16384.")
     ] = None,
+    sustained: Annotated[
+        bool,
+        typer.Option(
+            "--sustained",
+            help="Products in turns of half a second, at the clock that each can hold by itself.",
+        ),
+    ] = False,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     end_to_end: Annotated[
         bool,
@@ -103,10 +110,10 @@ def command(
     from twofour.bench.timing import about
 
     if directory is not None:
-        if shapes is not None or end_to_end or tokens is not None or scheme is not None:
+        if shapes is not None or end_to_end or tokens is not None or scheme is not None or sustained:
             raise InputError(
                 "give a model directory, or --shapes, --end-to-end and --scheme for random weights.",
-                hint="A directory takes --batches, --prompt and --generate instead of --tokens.",
+                hint="A directory takes --batches, --prompt and --generate not --tokens or --sustained.",
             )
         _model(
             *(directory, against, data, save, json),
@@ -124,6 +131,10 @@ def command(
         raise InputError(f"cannot measure in {dtype!r}.", hint=f"Choose one of: {', '.join(DTYPES)}.")
     schemes = _schemes(scheme)
     gpu = torch.cuda.is_available()
+    if sustained and not gpu:
+        raise InputError("--sustained is about a GPU at its power limit, and PyTorch finds none.")
+    if sustained and end_to_end and shapes is None:
+        raise InputError("--sustained is for products: give --shapes too, or leave it out.")
     device = torch.device("cuda" if gpu else "cpu")
     counts = _counts(tokens, "--tokens", "1,16,2048") or (GPU_TOKENS if gpu else CPU_TOKENS)
     document: dict[str, Any] = {"verb": "bench", "about": about(device)}
@@ -132,7 +143,7 @@ def command(
         document["note"] = NO_GPU
     try:
         if shapes is not None or not end_to_end:
-            _products(document, shapes or "8B", counts, getattr(torch, dtype), device, schemes)
+            _products(document, shapes or "8B", counts, getattr(torch, dtype), device, schemes, sustained)
         if end_to_end:
             _end_to_end(document, layers, getattr(torch, dtype), device, schemes)
     except KeyboardInterrupt:
@@ -198,6 +209,7 @@ def _products(
     dtype: Any,
     device: Any,
     schemes: list[Scheme],
+    sustained: bool,
 ) -> None:
     """Rows come into the document one by one: a run that is stopped has what it has measured."""
     from twofour.bench.products import measure_ceilings, named_shapes, run_products
@@ -213,6 +225,7 @@ def _products(
         what = "measuring products" + (f" in {scheme.name}" if scheme else "")
         with progress(what) as on_progress:
             options: dict[str, Any] = {"scheme": scheme, "ceilings": ceilings, "on_progress": on_progress}
+            options["sustained"] = sustained
             run_products(chosen, counts, dtype, device, into=rows, **options)
 
 
