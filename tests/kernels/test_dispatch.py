@@ -19,6 +19,7 @@ from twofour.packed import pack
 from twofour.pattern import keep_best
 
 PRODUCT = Product(4096, 4096, 16, torch.bfloat16, 0, True)
+MANY = Product(4096, 14336, 8192, torch.bfloat16, 0, True)  # where cuSPARSELt was measured fastest
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,8 @@ def test_buckets():
 def test_shipped_choice_for_a_known_shape():
     assert choose(PRODUCT).backend == "hopper"
     assert choose(PRODUCT).config["tokens"] == 16
-    assert choose(replace(PRODUCT, bucket=8192)).backend == "cusparselt"
+    assert choose(replace(PRODUCT, bucket=8192)).config["kernel"] == "prefill"
+    assert choose(MANY).backend == "cusparselt"
 
 
 def test_every_shipped_choice_can_be_run():
@@ -99,15 +101,15 @@ def test_unknown_shapes_get_a_rule_of_thumb():
 
 def test_algorithms_of_another_cusparselt_are_not_guessed(monkeypatch):
     monkeypatch.setattr(cusparselt, "version", lambda: (0, 9, 0))
-    assert choose(replace(PRODUCT, bucket=8192)).backend == "hopper"
+    assert choose(MANY).backend == "hopper"
     assert choose(Product(3072, 640, 4096, torch.bfloat16, 0, True)).backend == "hopper"
     with dispatch.force("cusparselt"):
-        assert choose(replace(PRODUCT, bucket=8192)).config == {}
+        assert choose(MANY).config == {}
 
 
 def test_odd_numbers_of_tokens_get_no_plan(monkeypatch):
     """A server's prompts have hundreds of lengths; a plan for each would be made again and again."""
-    many = replace(PRODUCT, bucket=8192)
+    many = MANY
     assert choose(many).backend == "cusparselt"
     planned, launched = [], []
     plan = SimpleNamespace(run=lambda x, compressed, out: None)
@@ -129,7 +131,7 @@ def test_a_plan_that_the_library_refuses_is_our_kernels_work(monkeypatch):
     def refuse(*_):
         raise TwoFourError("cusparseLtMatmulPlanInit failed.")
 
-    many, launched, empty = replace(PRODUCT, bucket=8192), [], torch.empty(0)
+    many, launched, empty = MANY, [], torch.empty(0)
     monkeypatch.setattr(cusparselt, "plan_for", refuse)
     launches = SimpleNamespace(run=lambda x, *_: launched.append(x.shape[0]))
     monkeypatch.setattr(dispatch, "_launches", lambda product, choice: launches)
@@ -148,7 +150,7 @@ def test_without_cusparselt_our_kernels_are_chosen_all_the_same(monkeypatch):
 
     monkeypatch.setattr(cusparselt, "version", missing)
     monkeypatch.setattr(cusparselt, "why_not", lambda *_: "cuSPARSELt was not found")
-    assert choose(PRODUCT).backend == choose(replace(PRODUCT, bucket=8192)).backend == "hopper"
+    assert choose(PRODUCT).backend == choose(MANY).backend == "hopper"
     assert "cslt-none" in tuning.own_path(0).name
 
 

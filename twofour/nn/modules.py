@@ -17,7 +17,7 @@ How much memory a layer may use is its `memory`:
                                                        convolution)
 
 What is kept beside the packed form is never in the state dict. cuSPARSELt is a little ahead of our kernels
-for thousands of tokens and wants its own form: our values, then positions in an order of its own.
+for some shapes and many tokens, and wants its own form: our values, then positions in an order of its own.
 `weight_values` becomes a view into it. So does `weight_meta` on Hopper, if rows and columns fit: our kernels
 read positions in that order too (packed.py). Elsewhere these are there twice. Weights of 4 bits lie in the
 order of their kernel on Hopper (streamed.py), unless "small". The state dict has all as files have them.
