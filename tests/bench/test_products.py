@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from twofour.bench import timing
+from twofour.bench import products, timing
 from twofour.bench.contenders import CONTENDERS, Contender, dense_bytes, packed_bytes
 from twofour.bench.products import SHAPES, Ceilings, measure_ceilings, named_shapes, one_line, run_products
 from twofour.errors import InputError
@@ -120,6 +120,29 @@ def test_unpruned_contenders_get_what_the_others_weights_were():
     for pruned, full in zip(seen["pruned"], seen["full"], strict=True):
         assert full.count_nonzero() == full.numel()
         assert torch.equal(full * keep_best(full.abs()), pruned)
+
+
+@pytest.mark.parametrize(("sustained", "turns", "warm"), [(False, 10, 20.0), (True, 5, 400.0)])
+def test_sustained_turns_are_fewer_and_longer(monkeypatch, sustained, turns, warm):
+    """As on a GPU, with stand-ins for what only a GPU can time."""
+    seen = []
+
+    def graph_timer(calls, replay_ms=timing.REPLAY_MS, warm_ms=timing.WARM_MS):
+        return lambda repeats: [seen.append((warm_ms, repeats)) or 1.0]
+
+    monkeypatch.setattr(products, "graph_timer", graph_timer)
+    monkeypatch.setattr(products, "eager_timer", lambda *_: lambda repeats: [1.0])
+    monkeypatch.setattr(products, "host_microseconds", lambda call: 1.0)
+    x, weight = torch.randn(4, 64), torch.randn(32, 64)
+    row = {"shape": "s", "tokens": 4}
+    check = products._Check(x, [weight], [weight], None, torch.Generator().manual_seed(0))
+    known = {"own": Contender(lambda weights, bias: [])}
+    made = {"own": [lambda x: F.linear(x, weight)]}
+    cell = products._Cell({"own": row}, made, known, x, check)
+    cell.gpu = True
+    cell.measure(lambda what: None, sustained)
+    assert seen == [(warm, 30 // turns)] * turns
+    assert row["graph_ms"]["p50"] == 1.0
 
 
 def test_failures_become_rows():

@@ -41,6 +41,7 @@ def test_for_people(twofour):
     [
         (("bench", "--scheme", "int5"), "there is no scheme 'int5'"),
         (("bench", "{packed}", "--scheme", "int8"), "--scheme for random weights"),
+        (("bench", "{packed}", "--sustained"), "not --tokens or --sustained"),
         (("tune", "--shapes", "8B", "--scheme", "int5"), "there is no scheme 'int5'"),
         (("tune", "--shapes", "8B", "--group", "64"), "--group is for a scheme"),
         (("tune", "--shapes", "8B", "--scheme", "fp8", "--group", "64"), "no groups"),
@@ -51,3 +52,14 @@ def test_wrong_command_lines(twofour, packed, arguments, words):
     ran = twofour(*(argument.format(packed=packed) for argument in arguments))
     assert ran.status == 2
     assert words in ran.err
+
+
+def test_sustained_turns_are_for_products_on_a_gpu(twofour, monkeypatch):
+    if not torch.cuda.is_available():
+        ran = twofour("bench", "--shapes", "tiny", "--sustained")
+        assert ran.status == 2
+        assert "GPU at its power limit" in ran.err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ran = twofour("bench", "--end-to-end", "--sustained")
+    assert ran.status == 2
+    assert "--sustained is for products" in ran.err
