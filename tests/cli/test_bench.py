@@ -1,9 +1,12 @@
 """`twofour bench DIR`, and documents that --save keeps for the report."""
 
 import json
+import math
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from twofour.bench import end_to_end, products
 from twofour.bench.timing import about
@@ -42,6 +45,27 @@ def test_for_people(twofour, packed, _dense, text):
     if not torch.cuda.is_available():
         assert "a CPU has no Sparse Tensor Cores" in ran.err
         assert "orientation only" in ran.err
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+def test_a_model_that_gives_nan_has_times_and_no_more(twofour, dense, packed, text, tmp_path, with_text):
+    weights = load_file(dense / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    broken = shutil.copytree(dense, tmp_path / "broken")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    data = ("--data", text) if with_text else ()
+    ran = twofour("bench", packed, "--against", broken, *data, *QUICK, "--json")
+    assert ran.status == 1
+    assert len(json.loads(ran.out, parse_constant=pytest.fail)["end_to_end"]) > 3
+    culprit = broken if with_text else packed
+    assert ran.err.endswith(
+        f"error: {culprit} gives NaN: its times are all there is to know. See: twofour check {culprit}\n"
+    )
+    if with_text:
+        ran = twofour("bench", broken, *data, *QUICK)
+        assert ran.status == 1
+        assert "prefill 1×4, " in ran.out
+        assert f"error: {broken} gives NaN" in ran.err
 
 
 def test_the_report_reads_it(twofour, packed, text, tmp_path):

@@ -41,7 +41,7 @@ def test_for_people(twofour):
     [
         (("bench", "--scheme", "int5"), "there is no scheme 'int5'"),
         (("bench", "{packed}", "--scheme", "int8"), "--scheme for random weights"),
-        (("bench", "{packed}", "--sustained"), "not --tokens or --sustained"),
+        (("bench", "{packed}", "--sustained"), "give a model directory, or --shapes"),
         (("tune", "--shapes", "8B", "--scheme", "int5"), "there is no scheme 'int5'"),
         (("tune", "--shapes", "8B", "--group", "64"), "--group is for a scheme"),
         (("tune", "--shapes", "8B", "--scheme", "fp8", "--group", "64"), "no groups"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +17,7 @@ from twofour.cli.output import (
     Save,
     keep,
     note,
+    print_error,
     print_json,
     progress,
     quiet_libraries,
@@ -113,7 +116,7 @@ def command(
         if shapes is not None or end_to_end or tokens is not None or scheme is not None or sustained:
             raise InputError(
                 "give a model directory, or --shapes, --end-to-end and --scheme for random weights.",
-                hint="A directory takes --batches, --prompt and --generate not --tokens or --sustained.",
+                hint="A directory takes --batches, --prompt and --generate instead.",
             )
         _model(
             *(directory, against, data, save, json),
@@ -200,6 +203,19 @@ def _model(
         print_json(document)
     else:
         show_model(document)
+    if broken := _gives_nan(document):
+        see = shlex.join(["twofour", "check", broken])
+        print_error(f"{broken} gives NaN: its times are all there is to know. See: {see}", as_json=False)
+        raise typer.Exit(1)
+
+
+def _gives_nan(document: dict[str, Any]) -> str | None:
+    """The model that does, if one of them does: the dense one is the cause where both do."""
+    perplexity, agreement = document["perplexity"] or {}, document["agreement"] or {}
+    if math.isnan(perplexity.get("dense") or 0):
+        return str(document["dense"]["model"] or document["model"])
+    nan = math.isnan(perplexity.get("sparse") or 0) or math.isnan(agreement.get("share") or 0)
+    return str(document["model"]) if nan else None
 
 
 def _products(
