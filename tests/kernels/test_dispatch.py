@@ -109,21 +109,20 @@ def test_algorithms_of_another_cusparselt_are_not_guessed(monkeypatch):
 
 def test_odd_numbers_of_tokens_get_no_plan(monkeypatch):
     """A server's prompts have hundreds of lengths; a plan for each would be made again and again."""
-    many = MANY
-    assert choose(many).backend == "cusparselt"
+    assert choose(MANY).backend == "cusparselt"
     planned, launched = [], []
     plan = SimpleNamespace(run=lambda x, compressed, out: None)
     monkeypatch.setattr(cusparselt, "plan_for", lambda *key: planned.append(key[2]) or plan)
     launches = SimpleNamespace(run=lambda x, *_: launched.append(x.shape[0]))
     monkeypatch.setattr(dispatch, "_launches", lambda product, choice: launches)
-    run = dispatch.runner(many)
+    run = dispatch.runner(MANY)
     empty = torch.empty(0)
     for tokens in (8192, 8191, 4160, 8192, 4160, 4160):
-        assert run(torch.empty(tokens, 1), empty, empty, None, empty).shape == (tokens, many.n)
+        assert run(torch.empty(tokens, 1), empty, empty, None, empty).shape == (tokens, MANY.n)
     assert planned == [8192, 4160, 8192, 4160]  # asked for when the number changes; cusparselt.py keeps them
     assert launched == [8191]
     with dispatch.force("cusparselt"):
-        dispatch.runner(many)(torch.empty(8184, 1), empty, empty, None, empty)
+        dispatch.runner(MANY)(torch.empty(8184, 1), empty, empty, None, empty)
     assert planned[-1] == 8184
 
 
@@ -131,17 +130,17 @@ def test_a_plan_that_the_library_refuses_is_our_kernels_work(monkeypatch):
     def refuse(*_):
         raise TwoFourError("cusparseLtMatmulPlanInit failed.")
 
-    many, launched, empty = MANY, [], torch.empty(0)
+    launched, empty = [], torch.empty(0)
     monkeypatch.setattr(cusparselt, "plan_for", refuse)
     launches = SimpleNamespace(run=lambda x, *_: launched.append(x.shape[0]))
     monkeypatch.setattr(dispatch, "_launches", lambda product, choice: launches)
-    run = dispatch.runner(many)
+    run = dispatch.runner(MANY)
     with pytest.warns(UserWarning, match="MatmulPlanInit"):
         run(torch.empty(8192, 1), empty, empty, None, empty)
     run(torch.empty(4160, 1), empty, empty, None, empty)
     assert launched == [8192, 4160]
     with dispatch.force("cusparselt"), pytest.raises(TwoFourError, match="MatmulPlanInit"):
-        dispatch.runner(many)(torch.empty(8192, 1), empty, empty, None, empty)
+        dispatch.runner(MANY)(torch.empty(8192, 1), empty, empty, None, empty)
 
 
 def test_without_cusparselt_our_kernels_are_chosen_all_the_same(monkeypatch):
