@@ -165,8 +165,8 @@ def _least_cycles(rows: int, k: int, tokens: int, processors: int) -> Prefill:
 
     A tile's products of 128 columns take 2·tokens cycles a warpgroup, but mostly its bytes do not arrive that
     fast: 33 a cycle for each multiprocessor. With 3000 more for a tile's beginning and end, and a blunt 12 %
-    for more than two warpgroups (less of the memory is left for stages), this was within 10 % of the times of an
-    earlier kernel. Its tile is the measured one in 32 of 35 rows of benchmarks/results/h200-tune-8b.json.
+    for more than two warpgroups (less of the memory is left for stages), this was within 10 % of the times of
+    an earlier kernel. Its tile is the measured one in 32 of 35 rows of benchmarks/results/h200-tune-8b.json.
     """
 
     def cycles(config: Prefill) -> float:
