@@ -43,9 +43,11 @@ test-gpu:
 	PYTHONPATH=. python3 -m pytest tests/gpu -p no:cacheprovider
 
 bench-gpu:
-	PYTHONPATH=. python3 -m twofour.cli.main bench --shapes 8B --json > products.json
-	PYTHONPATH=. python3 -m twofour.cli.main bench --shapes 70B --json > products-70B.json
-	PYTHONPATH=. python3 -m twofour.cli.main bench --end-to-end --json > end-to-end.json
+	PYTHONPATH=. python3 -m twofour bench --shapes 8B --json > products.json
+	PYTHONPATH=. python3 -m twofour bench --shapes 70B --json > products-70B.json
+	PYTHONPATH=. python3 -m twofour bench --shapes 8B --scheme fp8,int8,int4 --json > quantized.json
+	PYTHONPATH=. python3 -m twofour bench --shapes 8B --scheme fp8,int8 --tokens 1024,2048,8192 --sustained --json > sustained.json
+	PYTHONPATH=. python3 -m twofour bench --end-to-end --json > end-to-end.json
 
 bench-cpu: $(VENV)/installed
 	$(BIN)/python benchmarks/pack.py

@@ -65,7 +65,7 @@ def make(directory: Path, gigabytes: float) -> None:
 
 def measure(*arguments: object) -> dict[str, float]:
     start = time.perf_counter()
-    command = [sys.executable, "-m", "twofour.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "twofour", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:

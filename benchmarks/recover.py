@@ -94,7 +94,7 @@ def prune(given: argparse.Namespace, out: Path) -> float:
         options += ["--samples", str(given.samples), "--seqlen", str(given.seqlen)]
         start = time.perf_counter()
         subprocess.run(
-            [sys.executable, "-m", "twofour.cli.main", "prune", str(given.model), str(out), *options],
+            [sys.executable, "-m", "twofour", "prune", str(given.model), str(out), *options],
             stdout=subprocess.DEVNULL,
             check=True,
         )

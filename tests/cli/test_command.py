@@ -119,7 +119,7 @@ def test_demo_without_its_model_says_what_to_install(twofour, tmp_path, monkeypa
 
 
 def test_as_a_process(dense, tmp_path):
-    command = [sys.executable, "-m", "twofour.cli.main"]
+    command = [sys.executable, "-m", "twofour"]
     ran = subprocess.run(
         [*command, "prune", dense, tmp_path / "out", "--json"], capture_output=True, text=True
     )

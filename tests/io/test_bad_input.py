@@ -123,7 +123,7 @@ def test_full_disk_found_out_while_writing(dense, tmp_path):
         pytest.skip("this machine does not allow a mount")
     try:
         ran = subprocess.run(
-            [sys.executable, "-m", "twofour.cli.main", "prune", dense, disk / "out"],
+            [sys.executable, "-m", "twofour", "prune", dense, disk / "out"],
             capture_output=True,
             text=True,
         )
@@ -138,7 +138,7 @@ def test_full_disk_found_out_while_writing(dense, tmp_path):
 def test_write_error_leaves_nothing(dense, tmp_path):
     """A limit on file sizes: the same as a quota, and needs no root."""
     ran = subprocess.run(
-        [sys.executable, "-m", "twofour.cli.main", "prune", dense, tmp_path / "out"],
+        [sys.executable, "-m", "twofour", "prune", dense, tmp_path / "out"],
         capture_output=True,
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),

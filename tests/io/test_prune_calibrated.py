@@ -246,7 +246,7 @@ def test_the_model_can_write_the_text_itself(twofour, dense, tmp_path):
 @pytest.mark.parametrize("method", ["magnitude", "sparsegpt", "best"])
 def test_two_processes_give_what_one_gives(dense, text, tmp_path, method):
     """The windows are shared out and the Gram matrices added up, under torchrun and gloo."""
-    command = ["twofour.cli.main", "prune", str(dense)]
+    command = ["twofour", "prune", str(dense)]
     rest = ["--method", method, "--calib", str(text), "--samples", "24", "--seqlen", "32"]
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -214,7 +214,7 @@ def test_diverging_from_the_start_leaves_nothing(twofour, pruned, text, tmp_path
 
 
 def test_out_of_memory_names_the_settings(pruned, text, tmp_path):
-    command = [sys.executable, "-m", "twofour.cli.main", "recover", str(pruned), str(tmp_path / "out")]
+    command = [sys.executable, "-m", "twofour", "recover", str(pruned), str(tmp_path / "out")]
     command += ["--data", str(text), *flags(batch=1 << 17, tokens=1 << 21)]
 
     def limit():

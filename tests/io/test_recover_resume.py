@@ -87,7 +87,7 @@ def test_a_resumed_run_gives_the_same_bits(dense, text, tmp_path, recipe, scheme
 
 def test_killed_at_any_moment_and_resumed(dense, pruned, text, tmp_path):
     """Twice by SIGKILL, whatever it is doing then, in a process of its own."""
-    command = [sys.executable, "-m", "twofour.cli.main", "recover", str(pruned), str(tmp_path / "cut")]
+    command = [sys.executable, "-m", "twofour", "recover", str(pruned), str(tmp_path / "cut")]
     command += ["--data", str(text), "--data", "self", "--teacher", str(dense), "--resume"]
     long = {"tokens": 150 * 4 * 16, "save_every": 1, "eval_every": 10}
     command += flags(**long)

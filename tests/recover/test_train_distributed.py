@@ -116,7 +116,7 @@ def test_two_processes_give_what_one_gives(dense, pruned, text, tmp_path, fsdp):
         ("one", [], []),
         ("two", launch, ["--accumulate", "2", *(["--fsdp"] if fsdp else [])]),
     ):
-        command = ["twofour.cli.main", "recover", str(pruned), str(tmp_path / out), *rest, *extra]
+        command = ["twofour", "recover", str(pruned), str(tmp_path / out), *rest, *extra]
         arguments = [sys.executable, "-m", *start, *command]
         ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=240)
         assert ran.returncode == 0, ran.stderr

@@ -137,7 +137,3 @@ def _usage_error(error: Exception) -> str | None:
 
 def run() -> None:
     sys.exit(main())
-
-
-if __name__ == "__main__":
-    run()

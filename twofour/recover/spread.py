@@ -52,7 +52,7 @@ def shard_(model: nn.Module, layers: Sequence[Layer], device: torch.device, narr
     if not parallel.active():
         raise InputError(
             "--fsdp is for several processes.",
-            hint="Start it with torchrun --nproc-per-node N -m twofour.cli.main recover …",
+            hint="Start it with torchrun --nproc-per-node N -m twofour recover …",
         )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
