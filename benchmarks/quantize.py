@@ -93,8 +93,8 @@ TRAINED: tuple[tuple[str, int | None, Rounding, str], ...] = (
 )
 
 SAME = (
-    *("model", "method", "scheme", "group", "rounding", "smooth", "tune", "teacher", "recovered"),
-    *("calibration", "rounded_on", "evaluation", "device"),
+    *("model", "method", "scheme", "group", "rounding", "smooth", "tune", "teacher"),
+    *("recovered", "trained_on", "calibration", "rounded_on", "evaluation", "device"),
 )
 
 
