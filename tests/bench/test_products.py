@@ -142,6 +142,7 @@ def test_sustained_turns_are_fewer_and_longer(monkeypatch, sustained, turns, war
     cell.gpu = True
     cell.measure(lambda what: None, sustained)
     assert seen == [(warm, 30 // turns)] * turns
+    assert (row["turns"], row["sustained"]) == (turns, sustained)
     assert row["graph_ms"]["p50"] == 1.0
 
 

@@ -58,6 +58,7 @@ from twofour.bench.random_codes import Halves, exact_rows, in_other_order, rando
 from twofour.bench.timing import (
     ROUNDS,
     SETTLE_MS,
+    WARM_MS,
     Call,
     Timer,
     Times,
@@ -190,8 +191,6 @@ def run_products(
             for which in present:
                 cell[which] = {"shape": name, "rows": n, "columns": k, "tokens": m, **about}
                 cell[which] |= {"contender": which, "copies": count}
-                short = device.type == "cuda" and not sustained
-                cell[which] |= {"turns": GRAPH_ROUNDS if short else ROUNDS, "sustained": sustained}
             tell = partial(on_progress, len(rows) - first, total)
             _Cell(cell, made, known, x, check).measure(tell, sustained)
             for which in present:
@@ -305,6 +304,9 @@ class _Cell:
                 row["error"] = one_line(error)
 
     def measure(self, tell: Callable[[str], None], sustained: bool) -> None:
+        turns, warm_ms = (ROUNDS, SETTLE_MS) if sustained else (GRAPH_ROUNDS, WARM_MS)
+        for row in self.rows.values():
+            row |= {"turns": turns if self.gpu else ROUNDS, "sustained": sustained}
         tell(f"{self.title}, plain calls")
         timer, repeats = (eager_timer, EAGER_REPEATS) if self.gpu else (cpu_timer, CPU_REPEATS)
         self._times("eager_ms", lambda calls: timer(calls[0], SECONDS / ROUNDS), repeats)
@@ -316,10 +318,7 @@ class _Cell:
             except Exception as error:
                 self._failed(which, error)
         tell(f"{self.title}, CUDA graphs")
-        if sustained:
-            self._times("graph_ms", partial(graph_timer, warm_ms=SETTLE_MS), GRAPH_REPEATS)
-        else:
-            self._times("graph_ms", graph_timer, GRAPH_REPEATS, GRAPH_ROUNDS)
+        self._times("graph_ms", partial(graph_timer, warm_ms=warm_ms), GRAPH_REPEATS, turns)
 
     def _times(
         self, field: str, make: Callable[[list[Call]], Timer], repeats: int, rounds: int = ROUNDS

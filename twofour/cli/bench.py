@@ -157,7 +157,8 @@ def command(
         print_json(document)
     else:
         machine = document["about"]
-        say(f"{machine['gpu'] or 'CPU'}, torch {machine['torch']}, {dtype}, {machine['date']}")
+        how = ", sustained" if sustained else ""
+        say(f"{machine['gpu'] or 'CPU'}, torch {machine['torch']}, {dtype}, {machine['date']}{how}")
         if document.get("products"):
             _show_products(document)
         if document.get("end_to_end"):
