@@ -77,12 +77,20 @@ start(tile + 2 * g * (B_BOX >> 4), ready[q % 2], sum + t * ACCUMULATORS);
 if (HEIGHT % WARPGROUPS == 0 || warpgroup < HEIGHT % WARPGROUPS) {
 for (int j = 0; j < SUMS; ++j) sum[j] *= Scales::LARGER;
 return first_token + 8 * (j / 4) + 2 * (threadIdx.x % 4) + j % 2;
-const int beside = 64 * (group + t * WARPGROUPS), at = block * ROWS + beside + 16 * (warp % 4) + lane / 4;
-const int at = place.block * (ROWS / 2) + 64 * (warp / 8) + 16 * (warp % 4) + lane / 4;
-const int at = place.block * (ROWS / 2) + 64 * warpgroup + 16 * (warp % 4) + lane / 4;
-const float beside = sum[ACCUMULATORS + j] + (bias ? from_16_bit(bias[n + here]) : 0.f);
-const int j = place.rank * SHARE + i, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
-const int j = rank * SHARE + i - t * ACCUMULATORS, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
+asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(two_rows) : "r"(two_tokens));
+row += 2 * (threadIdx.x % 4), token += threadIdx.x % 32 / 4;
+const bool is_there = token < tokens && row < end, even = ((n | (u32)(u64)y >> 1) & 1) == 0;
+constexpr int TOGETHER = SHARE % 2 ? 1 : 2;
+const int j = place.rank * SHARE + i, t = j / ACCUMULATORS, in_set = j % ACCUMULATORS;
+const int beside = 64 * (group + t * WARPGROUPS) + 16 * (warp % 4) + (in_set % 4 < 2 ? 0 : 8);
+const int row = place.block * ROWS + beside, end = TALL == 1 || beside < ROWS ? n : 0;
+store_eights(y, n, tokens, row, place.first_token + in_set / 4 * 8, end, pack_two(first, second));
+const int at = place.block * (ROWS / 2) + 64 * (warp / 8) + 16 * (warp % 4);
+const int at = place.block * (ROWS / 2) + 64 * warpgroup + 16 * (warp % 4);
+const int row = at + (j % 4 < 2 ? 0 : 8);
+const float second = activate(sum[j + 1] + of_gate) * (beside[j + 1] + of_beside);
+const int j = place.rank * SHARE + i, row = at + (j % 4 < 2 ? 0 : 8);
+store_eights(y, n, tokens, row, place.first_token + j / 4 * 8, n, pack_two(first, second));
 const u32 later = word >> 8;
 out[1] = two(and_xor(word, 0x00F000F0, 0x00800080), scales.second, scales.second_less);
 out[2] = two(and_xor(later, 0x000F000F, 0x00080008), scales.first, scales.first_less);
@@ -245,40 +253,58 @@ class Kernel:
                 self.finish(total[:, rank * self.share : (rank + 1) * self.share], rank, block, first_token)
 
     def finish(self, sums: Tensor, rank: int, block: int, first_token: int) -> None:
-        warpgroup, warp, room = self.warp // 4, self.warp % 4, self.config.tokens // 2
-        tall = self.config.tall
-        for i in range(self.share):
+        warpgroup, warp, eighth = self.warp // 4, self.warp % 4, self.lane // 4
+        tall, room = self.config.tall, self.config.tokens // 2
+        together = 1 if self.share % 2 else 2  # sums that leave together: of a row, and neighbouring tokens
+        for i in range(0, self.share, together):
             t, j = divmod(rank * self.share + i, room)
-            token = first_token + 8 * (j // 4) + 2 * (self.lane % 4) + j % 2
-            eight = 0 if j % 4 < 2 else 8
+            token, eight = first_token + j // 4 * 8, 0 if j % 4 < 2 else 8
+            pair = sums[:, i : i + together]
             if self.activation and tall > 1:
                 if t:
                     continue  # used with its gate
-                at = block * (self.rows // 2) + 64 * warpgroup + 16 * warp + self.lane // 4 + eight
-                there = (token < self.tokens) & (at < self.n)
-                token, at = token[there], at[there]
-                both = [sums[there, i], sums[there, room + i]]
+                row = block * (self.rows // 2) + 64 * warpgroup + 16 * warp + eight
+                both = [pair, sums[:, room + i : room + i + together]]
                 if self.bias is not None:
-                    both = [both[0] + self.bias[at], both[1] + self.bias[self.n + at]]
-                out = reference.gate(torch.cat(both)[None], self.activation)[0]
+                    at = (row + eighth).clamp(max=self.n - 1)
+                    both = [both[0] + self.bias[at, None], both[1] + self.bias[self.n + at, None]]
+                out = reference.gate(torch.cat(both).mT, self.activation).mT
+                self.store(row, token, torch.full_like(row, self.n), out)
             elif self.activation:
-                at = block * (self.rows // 2) + 64 * (warpgroup // 2) + 16 * warp + self.lane // 4 + eight
-                with_bias = sums[:, i]
+                row = block * (self.rows // 2) + 64 * (warpgroup // 2) + 16 * warp + eight
                 if self.bias is not None:
-                    with_bias = with_bias + self.bias[(warpgroup % 2 * self.n + at).clamp(max=2 * self.n - 1)]
-                pairs = with_bias.view(-1, 2, 128)
-                out = reference.gate(pairs.reshape(-1, 256), self.activation).flatten()
+                    own = (warpgroup % 2 * self.n + row + eighth).clamp(max=2 * self.n - 1)
+                    pair = pair + self.bias[own, None]
+                gate, beside = pair.view(-1, 2, 128, together).unbind(1)
+                both = torch.cat([gate.reshape(-1, together), beside.reshape(-1, together)])
+                out = reference.gate(both.mT, self.activation).mT
                 owner = warpgroup % 2 == 0
-                there = (token[owner] < self.tokens) & (at[owner] < self.n)
-                token, at, out = token[owner][there], at[owner][there], out[there]
+                self.store(row[owner], token, torch.full_like(row[owner], self.n), out, owner)
             else:
-                beside = 64 * (warpgroup + t * self.config.warpgroups)
-                at = block * self.rows + beside + 16 * warp + self.lane // 4 + eight
-                there = (token < self.tokens) & (at < self.n) & (beside < self.rows)
-                token, at = token[there], at[there]
-                out = sums[there, i] + (0 if self.bias is None else self.bias[at])
-            assert bool(self.y[token, at].isnan().all()), "written twice"
-            self.y[token, at] = out
+                beside = 64 * (warpgroup + t * self.config.warpgroups) + 16 * warp + eight
+                row = block * self.rows + beside
+                end = torch.where(beside < self.rows, self.n, 0)
+                if self.bias is not None:
+                    pair = pair + self.bias[(row + eighth).clamp(max=self.n - 1), None]
+                if together == 2:
+                    self.store(row, token, end, pair)
+                else:
+                    tokens = torch.full_like(row, first_token + 8 * (j // 4) + j % 2) + 2 * (self.lane % 4)
+                    self.write(tokens, row + eighth, end, pair[:, 0])
+
+    def store(self, row: Tensor, token: int, end: Tensor, two_tokens: Tensor, threads=slice(None)) -> None:
+        """What `store_eights` does: eight rows × eight tokens of each warp are transposed among its lanes."""
+        # lane / 4 is the row and lane % 4 names two tokens; after that the token, and two rows.
+        two_rows = two_tokens.reshape(-1, 8, 8).mT.reshape(-1, 2)
+        lane = self.lane[threads]
+        for b in range(2):
+            self.write(token + lane // 4, row + 2 * (lane % 4) + b, end, two_rows[:, b])
+
+    def write(self, token: Tensor, row: Tensor, end: Tensor, out: Tensor) -> None:
+        there = (token < self.tokens) & (row < end)
+        token, row = token[there], row[there]
+        assert bool(self.y[token, row].isnan().all()), "written twice"
+        self.y[token, row] = out[there]
 
 
 class Driver:

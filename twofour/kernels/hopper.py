@@ -164,7 +164,7 @@ class Decode4(Decode):
     def gates(self) -> bool:
         """Every second warpgroup has rows of the matrix beside the gate, or each has both."""
         in_one = self.height == 2 * self.warpgroups and self.split == 1
-        return in_one or (self.tall == 1 and self.warpgroups % 2 == 0)
+        return in_one or (self.tall == 1 and self.warpgroups % 2 == 0 and self.tokens // 4 % self.split == 0)
 
 
 @dataclass(frozen=True)

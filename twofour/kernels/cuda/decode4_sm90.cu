@@ -56,42 +56,50 @@ __device__ __forceinline__ void hold(float (&sum)[SUMS]) {
   for (int j = 0; j < SUMS; ++j) HOLD(sum[j]);
 }
 
-extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(MULTIPLIERS + 32 * (W_COPIERS + 1), RESIDENT)
+constexpr int THREADS = MULTIPLIERS + 32 * (W_COPIERS + 1);
+
+extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS, RESIDENT)
 decode4(const char* __restrict__ values, const char* __restrict__ positions, const __grid_constant__ TensorMap x,
         u16* __restrict__ y, const u16* __restrict__ bias, int n, int tokens, int steps, int blocks, int tiles,
         int grouped, const char* __restrict__ scale, int k) {
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which address each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
-  char* weights = shared + X_STAGES * B_BYTES;      // [STAGES][HEIGHT]
-  float* gathered = (float*)(shared + TILE_BYTES);  // [SPLIT][SHARE][CONSUMERS]
-  __shared__ alignas(8) u64 full[STAGES], empty[STAGES], x_full[X_STAGES], x_empty[X_STAGES];
+  char* weights = shared + X_STAGES * B_BYTES;  // [STAGES][HEIGHT]
+  float* gathered = (float*)(shared + TILE_BYTES);
+  __shared__ alignas(8) u64 full[STAGES], empty[STAGES], x_full[X_STAGES], x_empty[X_STAGES], sums_sent;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Place place(steps, blocks, tiles, grouped);
   const int count = place.count, groups = k / 128;
 
-  if (threadIdx.x == MULTIPLIERS) {
-    prefetch_map(&x);
-    for (int s = 0; s < STAGES; ++s) {
-      barrier_init(shared_address(&full[s]), W_COPIERS);
-      barrier_init(shared_address(&empty[s]), 4 * WARPGROUPS);
-    }
-    for (int s = 0; s < X_STAGES; ++s) {
-      barrier_init(shared_address(&x_full[s]), 1);
-      barrier_init(shared_address(&x_empty[s]), 4 * WARPGROUPS);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  __syncthreads();
+  if (warp == MULTIPLIERS / 32) {  // the first copying warp sets up the barriers, and does not wait for the others
+    if (elected()) {
+      for (int s = 0; s < STAGES; ++s) {
+        barrier_init(shared_address(&full[s]), W_COPIERS);
+        barrier_init(shared_address(&empty[s]), 4 * WARPGROUPS);
+      }
+      for (int s = 0; s < X_STAGES; ++s) {
+        barrier_init(shared_address(&x_full[s]), 1);
+        barrier_init(shared_address(&x_empty[s]), 4 * WARPGROUPS);
+      }
+      if (SPLIT > 1) expect_sums(shared_address(&sums_sent));
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    asm volatile("bar.arrive 0, %0;" ::"n"(THREADS) : "memory");
+  } else {
+    asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory");
+  }
   if (SPLIT > 1) cluster_arrive();
 
   if (warp >= MULTIPLIERS / 32) {  // the copying warps
     const int w = warp - MULTIPLIERS / 32;
     u64 policy;  // weights pass through the cache once; x is wanted again by every block
-    if (w == W_COPIERS && lane == 0) {
+    const bool leads = elected();
+    if (w == W_COPIERS && leads) {
+      prefetch_map(&x);
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
       asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the work of the kernel before
       int stage = 0, phase = 0;
@@ -103,7 +111,7 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
                     policy);
         if (++stage == X_STAGES) stage = 0, phase ^= 1;
       }
-    } else if (lane == 0) {
+    } else if (leads) {
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
       const u32 first = shared_address(weights) + w * W_BYTES;
       const char *codes[COPIED], *places[COPIED], *scales[COPIED];  // of the group to be copied next
@@ -151,10 +159,7 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
       }
     }
     __syncwarp();
-    if (SPLIT > 1) {  // the cluster's barriers count every thread
-      cluster_wait();
-      cluster_arrive();
-    }
+    if (SPLIT > 1) cluster_wait();
     return;
   }
 
@@ -251,10 +256,7 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
   }
   asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory");
   if (team) {
-    if (SPLIT > 1) {
-      cluster_wait();
-      cluster_arrive();
-    }
+    if (SPLIT > 1) cluster_wait();
     return;
   }
 #pragma unroll
@@ -262,23 +264,26 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS; ++j) sum[j] += handed[(other * ACCUMULATORS + j) * CONSUMERS];
 #endif
-  gather(sum, gathered, place);
+  gather(sum, gathered, shared_address(&sums_sent), place);
 #if GATED
   if constexpr (TALL > 1) {  // a thread has rows of the gate and, behind them, the same ones of the matrix beside it
-    const int at = place.block * (ROWS / 2) + 64 * warpgroup + 16 * (warp % 4) + lane / 4;
+    const int at = place.block * (ROWS / 2) + 64 * warpgroup + 16 * (warp % 4);
+    const bool biased = bias && at < n;
 #pragma unroll
-    for (int j = 0; j < ACCUMULATORS; ++j) {
-      const int token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
-      if (token >= tokens || at >= n) continue;
-      const float gate = sum[j] + (bias ? from_16_bit(bias[here]) : 0.f);
-      const float beside = sum[ACCUMULATORS + j] + (bias ? from_16_bit(bias[n + here]) : 0.f);
-      y[(long long)token * n + here] = to_16_bit(activate(gate) * beside);
+    for (int j = 0; j < ACCUMULATORS; j += 2) {
+      const int row = at + (j % 4 < 2 ? 0 : 8);
+      const float of_gate = biased ? from_16_bit(bias[row + lane / 4]) : 0.f;
+      const float of_beside = biased ? from_16_bit(bias[n + row + lane / 4]) : 0.f;
+      const float* beside = sum + ACCUMULATORS;
+      const float first = activate(sum[j] + of_gate) * (beside[j] + of_beside);
+      const float second = activate(sum[j + 1] + of_gate) * (beside[j + 1] + of_beside);
+      store_eights(y, n, tokens, row, place.first_token + j / 4 * 8, n, pack_two(first, second));
     }
   } else {  // even warpgroups have rows of the gate, odd ones the same rows of the matrix beside it: these hand theirs over
-    const int at = place.block * (ROWS / 2) + 64 * (warp / 8) + 16 * (warp % 4) + lane / 4;
+    const int at = place.block * (ROWS / 2) + 64 * (warp / 8) + 16 * (warp % 4);
     float biases[2] = {0.f, 0.f};
     if (bias && at < n) {
-      const u16* own = bias + warpgroup % 2 * n + at;
+      const u16* own = bias + warpgroup % 2 * n + at + lane / 4;
       biases[0] = from_16_bit(own[0]), biases[1] = from_16_bit(own[8]);
     }
     float* beside = (float*)shared + warp / 8 * (128 * SHARE) + thread;
@@ -291,9 +296,10 @@ decode4(const char* __restrict__ values, const char* __restrict__ positions, con
     asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS) : "memory");
     if (warpgroup % 2) return;
 #pragma unroll
-    for (int i = 0; i < SHARE; ++i) {
-      const int j = place.rank * SHARE + i, token = place.token_of(j), here = at + (j % 4 < 2 ? 0 : 8);
-      if (token < tokens && at < n) y[(long long)token * n + here] = to_16_bit(activate(sum[i]) * beside[128 * i]);
+    for (int i = 0; i < SHARE; i += 2) {
+      const int j = place.rank * SHARE + i, row = at + (j % 4 < 2 ? 0 : 8);
+      const float first = activate(sum[i]) * beside[128 * i], second = activate(sum[i + 1]) * beside[128 * (i + 1)];
+      store_eights(y, n, tokens, row, place.first_token + j / 4 * 8, n, pack_two(first, second));
     }
   }
 #else

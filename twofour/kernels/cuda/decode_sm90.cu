@@ -38,16 +38,17 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
   extern __shared__ char unaligned[];
   // By the same amount in every block of a cluster, which address each other's shared memory.
   char* shared = unaligned + ((1024 - (shared_address(unaligned) & 1023)) & 1023);
-  Sum* gathered = (Sum*)(shared + STAGES * STAGE_BYTES);                           // [SPLIT][SHARE][CONSUMERS]
+  Sum* gathered = (Sum*)(shared + STAGES * STAGE_BYTES);
   float* token_scales = (float*)(gathered + (SPLIT > 1 ? ROWS * TOKENS : 0));  // [TOKENS], with CODES
-  __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
+  __shared__ alignas(8) u64 full[STAGES], empty[STAGES], sums_sent;
 
   const int warp = threadIdx.x / 32;
   const Place place(steps, blocks, tiles, grouped);
   const int block = place.block, first_token = place.first_token, first = place.first, count = place.count;
 
-  if (warp == 4 * WARPGROUPS) {  // the copying warp
-    if (threadIdx.x % 32 == 0) {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (warp == 4 * WARPGROUPS) {  // the copying warp sets up the barriers, and does not wait for the others
+    if (elected()) {
       prefetch_map(&values);
       prefetch_map(&positions);
       prefetch_map(&x);
@@ -55,16 +56,18 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
         barrier_init(shared_address(&full[s]), 1);
         barrier_init(shared_address(&empty[s]), WARPGROUPS);
       }
+      if (SPLIT > 1) expect_sums(shared_address(&sums_sent));
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
+    __syncwarp();
+    asm volatile("bar.arrive 0, %0;" ::"n"(CONSUMERS + 32) : "memory");
+  } else {
+    asm volatile("bar.sync 0, %0;" ::"n"(CONSUMERS + 32) : "memory");
   }
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  __syncthreads();
   if (SPLIT > 1) cluster_arrive();
 
   if (warp == 4 * WARPGROUPS) {
-    if (threadIdx.x % 32 == 0) {
+    if (elected()) {
       u64 once, often;  // weights pass through the cache once; x is wanted again by every block
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(often));
@@ -94,11 +97,8 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
         copy_x(i);
       }
     }
-    if (SPLIT > 1) {  // the cluster's barriers count every thread
-      __syncwarp();
-      cluster_wait();
-      cluster_arrive();
-    }
+    __syncwarp();
+    if (SPLIT > 1) cluster_wait();
     return;
   }
 
@@ -167,6 +167,6 @@ decode(const __grid_constant__ TensorMap values, const __grid_constant__ TensorM
   for (int j = 0; j < PLACES; ++j) asm volatile("" : "+r"(even[j]), "+r"(odd[j])::"memory");
 
   static_assert(!GATED || SHARE % 4 == 0, "a block finishes both sums of an output");
-  gather(sum, gathered, place);
+  gather(sum, gathered, shared_address(&sums_sent), place);
   write(sum, place, y, bias, n, tokens, row_scale, token_scales);
 }

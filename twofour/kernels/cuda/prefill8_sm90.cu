@@ -50,7 +50,7 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, pieces = work.pieces();
 
-  if (threadIdx.x == CONSUMERS) {
+  if (warp == 4 * WARPGROUPS && elected()) {
     prefetch_map(&values);
     prefetch_map(&positions);
     prefetch_map(&x);
@@ -64,13 +64,12 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
       barrier_init(shared_address(&e_empty[s]), WARPGROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   begin_together();
 
   if (warp >= 4 * WARPGROUPS) {  // the copying warp, and those that come with it
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LEFT));
-    if (threadIdx.x == CONSUMERS) {
+    if (warp == 4 * WARPGROUPS && elected()) {
       u64 policy, often;  // x is wanted again by every set of rows, W only if not all its tiles have their turn at once
       if (work.grouped * work.tiles <= clusters)
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
@@ -124,9 +123,8 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
           next.advance();
         }
       }
+      wait_for_all(next, empty);
     }
-    __syncwarp();
-    end_together();
     return;
   }
 
@@ -243,5 +241,5 @@ prefill8(const __grid_constant__ TensorMap values, const __grid_constant__ Tenso
     leaving = now.before();
     out.write(sum, token_scales[group], ring + leaving * STAGE_BYTES, &y);
   }
-  end_together();
+  if (leaving >= 0) release_when_read(shared_address(&empty[leaving]));
 }

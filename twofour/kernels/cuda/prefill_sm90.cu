@@ -43,7 +43,7 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER, pieces = work.pieces();
 
-  if (threadIdx.x == CONSUMERS) {
+  if (warp == 4 * WARPGROUPS && elected()) {
     prefetch_map(&values);
     prefetch_map(&positions);
     prefetch_map(&x);
@@ -61,13 +61,12 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
       barrier_init(shared_address(&b_empty[s]), WARPGROUPS * CLUSTER);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   begin_together();
 
   if (warp >= 4 * WARPGROUPS) {  // the copying warp, and those that come with it
     if (LENDS) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    if (threadIdx.x == CONSUMERS) {
+    if (warp == 4 * WARPGROUPS && elected()) {
       u64 policy;
       asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
       Ring<A_STAGES> a;  // the buffers to be filled next
@@ -121,9 +120,8 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
           copy_x(piece.at.token, 2 * step + 1);
         }
       }
+      wait_for_all(b, b_empty);
     }
-    __syncwarp();
-    end_together();
     return;
   }
 
@@ -231,5 +229,5 @@ prefill(const __grid_constant__ TensorMap values, const __grid_constant__ Tensor
     leaving = b.before();
     out.write(sum, nullptr, b_ring + leaving * B_STAGE, &y);
   }
-  end_together();
+  if (leaving >= 0) release_when_read(shared_address(&b_empty[leaving]));
 }

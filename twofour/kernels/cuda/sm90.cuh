@@ -6,16 +6,22 @@ typedef int Sum;
 #define SUM_IN(s) "r"(s)
 #define SUM_OUT(s) "=r"(s)
 #define HOLD(s) asm volatile("" : "+r"(s)::"memory")
-#define STORE_IN_CLUSTER(to, s) asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(s) : "memory")
 #else
 typedef float Sum;
 #define SUM_IN(s) "f"(s)
 #define SUM_OUT(s) "=f"(s)
 #define HOLD(s) asm volatile("" : "+f"(s)::"memory")
-#define STORE_IN_CLUSTER(to, s) asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(s) : "memory")
 #endif
 
 struct alignas(64) TensorMap { char opaque[128]; };
+
+// True for one thread of a warp. Unlike with `lane == 0` the compiler knows that it is one, and makes no loop over all that
+// might be there of each instruction that wants the same operands in all lanes: copies, and what sets up a barrier.
+__device__ __forceinline__ bool elected() {
+  u32 is;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is));
+  return is;
+}
 
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
@@ -26,12 +32,38 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// The same place in the shared memory of another block of the cluster.
+__device__ __forceinline__ u32 address_in(u32 address, u32 block) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+  return there;
+}
 // Arrive at the same barrier of another block of the cluster.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 block) {
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(block)
-      : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(barrier, block)) : "memory");
+}
+// Store 1, 2 or 4 sums in a block of the cluster, whose barrier counts the bytes; or here, if that block is this one. `there` and
+// `barrier` are addresses in that block. All in one piece: what the compiler does with sums itself it may do too early (C7514).
+template <int COUNT>
+__device__ __forceinline__ void store_in(u32 there, u32 barrier, u32 here, bool is_here, const Sum* sums) {
+  static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4, "words of one store");
+  const u32 which = is_here;
+  if constexpr (COUNT == 4)
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %7, 0;\n@p st.shared.v4.b32 [%6], {%0, %1, %2, %3};\n"
+                 "@!p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%4], {%0, %1, %2, %3}, [%5];\n}" ::SUM_IN(
+                     sums[0]),
+                 SUM_IN(sums[1]), SUM_IN(sums[2]), SUM_IN(sums[3]), "r"(there), "r"(barrier), "r"(here), "r"(which)
+                 : "memory");
+  else if constexpr (COUNT == 2)
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.shared.v2.b32 [%4], {%0, %1};\n"
+                 "@!p st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%2], {%0, %1}, [%3];\n}" ::SUM_IN(sums[0]),
+                 SUM_IN(sums[1]), "r"(there), "r"(barrier), "r"(here), "r"(which)
+                 : "memory");
+  else
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %4, 0;\n@p st.shared.b32 [%3], %0;\n"
+                 "@!p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%1], %0, [%2];\n}" ::SUM_IN(sums[0]),
+                 "r"(there), "r"(barrier), "r"(here), "r"(which)
+                 : "memory");
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, int phase) {
   asm volatile(
@@ -105,8 +137,10 @@ template <int BUT>
 __device__ __forceinline__ void stores_are_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(BUT) : "memory");
 }
+// The cluster's barrier says only that its blocks have come so far: where it is to order memory as well (`.release`), every
+// thread waits for a fence of the whole GPU. What blocks tell each other goes by barriers in shared memory instead.
 __device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -62,12 +62,13 @@ __device__ __forceinline__ void begin_together() {
     cluster_wait();
   }
 }
-// And at the end: the other blocks still report to this one's barriers, and what leaves must have left.
-__device__ __forceinline__ void end_together() {
-  stores_are_read<0>();
-  if (CLUSTER > 1) {
-    cluster_arrive();
-    cluster_wait();
+// By the thread that fills a ring, at its end: until all buffers are free again the other blocks report to this one's
+// barriers, so it must still be there.
+template <int COUNT>
+__device__ __forceinline__ void wait_for_all(Ring<COUNT> next, const u64 (&empty)[COUNT]) {
+  for (int i = 0; i < COUNT; ++i) {
+    barrier_wait(shared_address(&empty[next.stage]), next.phase ^ 1);  // one that was never filled passes at once
+    next.advance();
   }
 }
 
