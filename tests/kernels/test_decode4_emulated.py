@@ -361,6 +361,7 @@ def product(
         (Decode4(8, 1, 1, 256, 2, x_stages=3), 64, 1408, 1, None),  # more tiles than there are stages
         (Decode4(8, 1, 1, 256, 4, teams=2, x_stages=2), 64, 1408, 1, None),  # which two teams take in turns
         (Decode4(16, 1, 2, 256, 4, teams=4, x_stages=8), 64, 1920, 9, None),
+        (Decode4(8, 1, 4, 256, 2), 192, 1152, 5, None),  # each block finishes one sum of a thread
         (Decode4(64, 1, 4, 256, 2), 64, 256, 64, None),
         (Decode4(8, 3, 1, 512, 2), 256, 512, 2, None),
         (Decode4(8, 2, 1, 256, 2), 64, 384, 8, "silu"),

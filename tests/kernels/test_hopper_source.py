@@ -3,10 +3,12 @@
 test_codes_source.py and test_decode4_source.py have what only concerns codes of 8 and of 4 bits.
 """
 
+import importlib.util
 import itertools
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from twofour.packed import in_order, pack
 from twofour.pattern import keep_best
 
 nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
+spec = importlib.util.find_spec("triton")
+DISASSEMBLER = Path(spec.origin if spec and spec.origin else "").parent / "backends/nvidia/bin/cuobjdump"
 
 
 @nvcc
@@ -56,6 +60,36 @@ def test_compiles_without_spills_or_serialised_products(config, activation, code
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", ran.stderr))
     assert spilled <= (64 if activation == "gelu" else 32 if config.warpgroups > 2 else 0)
     assert f"m64n{config.tokens}k{64 if codes else 32}" in source
+
+
+@nvcc
+@pytest.mark.skipif(not DISASSEMBLER.is_file(), reason="triton is not here")
+@pytest.mark.parametrize(
+    ("config", "codes"),
+    [
+        (hopper.Decode(8, 1, 2, 256, 4), None),
+        (hopper.Decode8(16, 2, 4, 256, 4), torch.int8),
+        (hopper.Decode4(32, 1, 2, 512, 6, teams=2, x_stages=4), None),
+        (hopper.Prefill(192, 3, 2), None),
+        (hopper.Prefill8(256, 3, 2), torch.float8_e4m3fn),
+    ],
+)
+def test_what_takes_long_is_not_in_the_machine_code(config, codes, tmp_path):
+    """Where blocks of a cluster meet no thread waits for a fence of the whole GPU, and there is no loop over
+    lanes around a copy (benchmarks/LOG.md): ptxas says nothing of either."""
+    (tmp_path / "kernel.cu").write_text(hopper_source.source(config, torch.bfloat16, None, codes))
+    command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-o", "kernel.cubin", "kernel.cu"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    command = [str(DISASSEMBLER), "-sass", "kernel.cubin"]
+    code = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert "UCGABAR_WAIT" in code  # the cluster's barrier
+    assert "MEMBAR.ALL.GPU" not in code
+    if isinstance(config, hopper.Decode4):  # each instruction is two lines
+        assert re.search(r"UBLKCP.*\n.*\n.*", code)
+        assert re.search(r"UBLKCP.*\n.*\n.*BRA\.U\.ANY", code) is None
+    elif isinstance(config, hopper.Decode):
+        assert "UTMALDG" in code
+        assert "BRA.U.ANY" not in code
 
 
 def test_every_candidate_fits_the_multiprocessor():

@@ -29,8 +29,8 @@ from twofour.quantize.schemes import Scheme
 #: Replays of each candidate, and the least milliseconds of one: enough to see which are among the best.
 FIRST_REPEATS, FIRST_MS = 5, 0.3
 
-#: Candidates that are timed a second time: the best, and the best two of other backends. Enough of them, as who is first
-#: on a cool chip need not be the first at its power limit.
+#: Candidates that are timed a second time: the best, and the best two of other backends. Several, as who is
+#: first on a cool chip need not be the first at its power limit.
 FINALISTS, OTHERS = 6, 2
 
 #: Replays of each of them, and the turns that they are shared out to.
