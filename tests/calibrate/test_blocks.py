@@ -244,6 +244,38 @@ def test_windows(_dense):
             sample_windows(tokenizer, ["abc " * 30], samples, length)
 
 
+class Numbered:
+    """A tokenizer that gives every word its own number."""
+
+    bos_token_id = None
+
+    def __call__(self, text, **options):
+        return {"input_ids": [int(word) for word in text.split()]}
+
+
+@pytest.mark.parametrize("samples", [1, 7, 12, 13])
+def test_windows_do_not_overlap_while_there_is_text(samples):
+    """What is held out would be known by heart from a window that overlaps it."""
+    text = [" ".join(str(i) for i in range(101)), " ".join(str(i) for i in range(101, 157))]
+    seen, in_order = torch.zeros(157), 0
+    for seed in range(300):
+        windows = sample_windows(Numbered(), text, samples, 12, seed)
+        assert windows.shape == (samples, 12)
+        assert torch.equal(windows, windows[:, :1] + torch.arange(12))
+        assert len(windows.unique()) == 12 * samples
+        seen[windows.flatten()] += 1
+        in_order += bool((windows[1:, 0] > windows[:-1, 0]).all())
+    assert bool((seen > 0).all())  # from everywhere
+    assert in_order < 20 or samples == 1  # those held out are not all from the same place
+
+
+def test_more_windows_than_there_is_text_for_overlap():
+    text = [" ".join(str(i) for i in range(157))]
+    windows = sample_windows(Numbered(), text, 14, 12)
+    assert windows.shape == (14, 12)
+    assert torch.equal(windows, windows[:, :1] + torch.arange(12))
+
+
 def test_a_long_text_tells_how_far_its_tokens_are(_dense, monkeypatch):
     monkeypatch.setattr("twofour.calibrate.windows.A_MOMENT", 400)
     tokenizer = AutoTokenizer.from_pretrained(_dense)

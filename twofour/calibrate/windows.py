@@ -45,7 +45,8 @@ def sample_windows(
 ) -> Tensor:
     """Windows [samples, length] from random places of the documents, laid end to end with BOS before each.
 
-    Packed, not padded: every token of every window is real text.
+    Packed, not padded: every token of every window is real text. No two windows overlap if there is text
+    enough for that: some of them are held out to say what carries over to other text.
     """
     require_text(samples, length)
     tokens = token_stream(tokenizer, documents, on_progress)
@@ -55,7 +56,13 @@ def sample_windows(
             hint="Give more text, or a smaller --seqlen.",
         )
     random = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(tokens) - length + 1, (samples,), generator=random)
+    left = len(tokens) - samples * length  # tokens that are in no window
+    if left >= 0:
+        before = torch.randint(0, left + 1, (samples,), generator=random).sort().values
+        starts = before + length * torch.arange(samples)
+        starts = starts[torch.randperm(samples, generator=random)]
+    else:
+        starts = torch.randint(0, len(tokens) - length + 1, (samples,), generator=random)
     return torch.stack([tokens[start : start + length] for start in starts.tolist()])
 
 
