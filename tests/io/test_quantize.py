@@ -128,7 +128,8 @@ def test_text_in_memory_and_on_disk_give_the_same(name, pruned, text, tmp_path, 
 
 def test_compensation_helps_the_whole_model(pruned, text, tmp_path):
     errors = {}
-    for rounding, given in (("nearest", None), ("compensated", calibration(text))):
+    enough = CalibrationOptions(text, samples=24, seqlen=32)  # with six it is luck which ones: 0.3 to 0.9
+    for rounding, given in (("nearest", None), ("compensated", enough)):
         out = tmp_path / rounding
         quantize_checkpoint(pruned, out, QuantizeOptions("int4", 32, rounding), calibration=given)
         model, tokenizer = load_causal_lm(out, "cpu")
