@@ -1,6 +1,7 @@
 """The contract of the command: --json, exit statuses, --help with an example, what goes where."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -51,6 +52,16 @@ def test_wrong_command_lines_exit_with_2(twofour):
         assert ran.status == 2, arguments
         assert ran.err.startswith("error: ")
         assert "Traceback" not in ran.err
+
+
+def test_a_process_of_torchrun_ends_with_all_that_it_said(tmp_path):
+    """It ends at once (calibrate/parallel.py), and what it wrote into a pipe must not be lost by that."""
+    command = [sys.executable, "-m", "twofour", "pack", str(tmp_path), str(tmp_path / "out"), "--json"]
+    here = {**os.environ, "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    ran = subprocess.run(command, env=here, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert "config.json is missing" in json.loads(ran.stdout)["error"]["message"]
+    assert "config.json is missing" in ran.stderr
 
 
 def test_json_is_one_document_also_for_errors(twofour, tmp_path):

@@ -136,4 +136,9 @@ def _usage_error(error: Exception) -> str | None:
 
 
 def run() -> None:
-    sys.exit(main())
+    status = main()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from twofour.calibrate.parallel import leave
+
+        leave(status)
+    sys.exit(status)
