@@ -20,6 +20,11 @@ from torch import Tensor
 from twofour.errors import InputError
 
 
+def launched() -> int:
+    """Processes that `torchrun` started, of which this is one; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def active() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -39,7 +44,7 @@ def is_first() -> bool:
 @contextmanager
 def group_of_torchrun() -> Iterator[None]:
     """The process group that `torchrun` started us in, if it did, with a GPU for each process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    if launched() == 1 or dist.is_initialized():
         yield
         return
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -66,9 +71,9 @@ def leave(status: int) -> NoReturn:
 
 def require_alone(verb: str) -> None:
     """Refuse to be one of several processes of `torchrun`, who would all write the same files."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched() > 1:
         raise InputError(
-            f"{verb} runs in one process, and this is one of {os.environ['WORLD_SIZE']}.",
+            f"{verb} runs in one process, and this is one of {launched()}.",
             hint="Start it without torchrun.",
         )
 

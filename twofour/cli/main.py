@@ -137,7 +137,7 @@ def _usage_error(error: Exception) -> str | None:
 
 def run() -> None:
     status = main()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if "WORLD_SIZE" in os.environ:  # torchrun's
         from twofour.calibrate.parallel import leave
 
         leave(status)
